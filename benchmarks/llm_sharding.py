@@ -46,8 +46,8 @@ def main() -> None:
             rows = [{"prompt": "The ship left", "response": f" the harbour {number} times."} for number in range(32)]
             (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         tuning = Tuning(length=64, batch_size=4, max_steps=2, rank=16)
-        original = training_loop.Training.step
-        training_loop.Training.step = watched  # type: ignore[method-assign]
+        original = training_loop.TrainingLoop.step
+        training_loop.TrainingLoop.step = watched  # type: ignore[method-assign]
         for parallel in ("ddp", "fsdp"):
             seen.append({})
             made = finetune(

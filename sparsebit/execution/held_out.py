@@ -85,7 +85,7 @@ def split_samples(
 
 
 @dataclass(frozen=True)
-class Samples:
+class BatchSamples:
     """The samples of some batches. `counts`: of each batch, 0 if it is one sample; `has_rows`: as in a `Piece`."""
 
     counts: tuple[int, ...]
@@ -122,10 +122,10 @@ class Samples:
         return Split(pieces(is_held=False), pieces(is_held=True))
 
 
-def find_samples(num_batches: int, inputs_of: Callable[[int], Any], run: Callable[[Any], Any]) -> Samples:
+def find_samples(num_batches: int, inputs_of: Callable[[int], Any], run: Callable[[Any], Any]) -> BatchSamples:
     """The samples of the batches, by the rule of `split_samples`."""
     has_rows = _which_have_rows(inputs_of(0), run)
-    return Samples(tuple(_num_rows(inputs_of(index), has_rows) for index in range(num_batches)), has_rows)
+    return BatchSamples(tuple(_num_rows(inputs_of(index), has_rows) for index in range(num_batches)), has_rows)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class _Config(ctypes.Structure):
 Argument = Tensor | int | ctypes.Structure
 
 
-class Program:
+class CompiledKernel:
     """A kernel of `torch.cuda._compile_kernel` with `shared` bytes of shared memory that the launch adds."""
 
     def __init__(self, kernel: Any, shared: int) -> None:

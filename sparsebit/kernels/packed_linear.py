@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
-from sparsebit.kernels.cuda_driver import Program, on_device, rows_map
+from sparsebit.kernels.cuda_driver import CompiledKernel, on_device, rows_map
 from sparsebit.kernels.packed_linear_tiles import FewRowsCut, ManyRowsCut, few_rows_cut, many_rows_cut
 from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, ROWS, arrange, bits_of, restore
 
@@ -304,7 +304,7 @@ def _processors(device: torch.device) -> tuple[int, str]:
 @cache
 def _compiled(
     name: str, device: int | None, capability: str, shared: int, defines: tuple[tuple[str, int], ...]
-) -> Program:
+) -> CompiledKernel:
     """The program for the current GPU, `device`: the driver loads it there, and another GPU cannot run it."""
     source = Path(__file__).with_suffix(".cu").read_text()
     sizes = dict(defines)
@@ -316,7 +316,9 @@ def _compiled(
     lines = "".join(f"#define {key} {value}\n" for key, value in defines)
     options = ["--std=c++17", "-diag-suppress=177"]
     compile_kernel: Any = torch.cuda._compile_kernel
-    return Program(compile_kernel(lines + source, name, compute_capability=capability, nvcc_options=options), shared)
+    return CompiledKernel(
+        compile_kernel(lines + source, name, compute_capability=capability, nvcc_options=options), shared
+    )
 
 
 def _warpgroup_product(width: int, kind: str) -> str:

@@ -74,15 +74,7 @@ def quantize(
             f"would not be the one that is exported; {qconfig.without_batchnorm_tuning}, or leave the placement out"
         )
     if batches is None:
-        if placement != "default":
-            raise CalibrationError(
-                f"placement={str(placement)!r} without calibration batches: files are timed on data; give some"
-            )
-        if qconfig.ALGORITHMS:
-            names = ", ".join(step.name for step in qconfig.ALGORITHMS)
-            raise CalibrationError(
-                f"no calibration batches were given, and the ALGORITHMS of the config ({names}) need some"
-            )
+        _check_without_data(qconfig, placement)
         return _without_data(model, qconfig)
     batches = batches_of(batches)
     if qconfig.ALGORITHMS:
@@ -91,17 +83,8 @@ def quantize(
     first = next(stream, None)
     if first is None:
         raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")
-    with phase("capture"):
-        qmodel = QuantModel(model, qconfig, example_inputs=first)
-    qmodel.prepare_calibration(keep_inputs=asym)
-    with phase("calibration"):
-        every = calls(itertools.chain([first], stream), model, qconfig.DEVICE)
-        count = _observe(qmodel, every, total=known_length(batches))
-        if not qconfig.A.QUANTIZER.DISABLE:
-            _warn_of_few(count)
-        qmodel.calc_qparams(asym=asym)
-    note_calibration(count, asym=asym)
-    qmodel.set_quant(w_quant=True, a_quant=True)
+    every = calls(itertools.chain([first], stream), model, qconfig.DEVICE)
+    qmodel = _calibrated(model, qconfig, first, every, total=known_length(batches), asym=asym)
     if placement == "measured":
         qmodel = measure_placement(qmodel, [first], seconds=placement_seconds).qmodel
     elif profile is not None:
@@ -116,6 +99,19 @@ def _profile(placement: PlacementProfile | str | os.PathLike[str]) -> PlacementP
     if isinstance(placement, PlacementProfile) or placement in ("default", "measured"):
         return placement if isinstance(placement, PlacementProfile) else None
     return PlacementProfile.load(placement)
+
+
+def _check_without_data(qconfig: QuantConfig, placement: PlacementProfile | str | os.PathLike[str]) -> None:
+    """Refuse what needs data."""
+    if placement != "default":
+        raise CalibrationError(
+            f"placement={str(placement)!r} without calibration batches: files are timed on data; give some"
+        )
+    if qconfig.ALGORITHMS:
+        names = ", ".join(step.name for step in qconfig.ALGORITHMS)
+        raise CalibrationError(
+            f"no calibration batches were given, and the ALGORITHMS of the config ({names}) need some"
+        )
 
 
 def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
@@ -136,6 +132,23 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
         qmodel.prepare_calibration(keep_inputs=False)
         qmodel.calc_qparams()
     note_calibration(0, asym=False)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+def _calibrated(
+    model: nn.Module, qconfig: QuantConfig, first: Any, every: Iterable[Call], *, total: int | None, asym: bool
+) -> QuantModel:
+    """`first`: the batch that the model is captured with; `every`: the calls of all batches, of that one too."""
+    with phase("capture"):
+        qmodel = QuantModel(model, qconfig, example_inputs=first)
+    qmodel.prepare_calibration(keep_inputs=asym)
+    with phase("calibration"):
+        count = _observe(qmodel, every, total=total)
+        if not qconfig.A.QUANTIZER.DISABLE:
+            _warn_of_few(count)
+        qmodel.calc_qparams(asym=asym)
+    note_calibration(count, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 

@@ -16,7 +16,8 @@ from sparsebit.records.files import extend_record, read_record, write_record
 from sparsebit.records.gradients import GradientCheck
 from sparsebit.records.parity import OutputParity, Parity, ParityCheck, Tolerance
 from sparsebit.records.phases import Measured, measured
-from sparsebit.records.run_record import Calibration, Environment, FileFacts, ModelFacts, OutputError, Run, RunRecord
+from sparsebit.records.run_record import CalibrationFacts as Calibration
+from sparsebit.records.run_record import Environment, FileFacts, ModelFacts, OutputError, Run, RunRecord
 
 __all__ = [
     "AccuracyGains",

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Literal
 
-from sparsebit.records.run_record import Calibration, Environment, Run
+from sparsebit.records.run_record import CalibrationFacts, Environment, Run
 
 EXPORT = "export"
 
@@ -28,7 +28,7 @@ class Measured:
         self.verb = verb
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.phases: dict[str, float] = {}
-        self.calibration: Calibration | None = None
+        self.calibration: CalibrationFacts | None = None
         self._begin, self._end = time.perf_counter(), 0.0
         self._inner = 0.0  # seconds of the phases that ended inside the running one
 
@@ -92,4 +92,4 @@ def note_calibration(num_samples: int, *, asym: bool) -> None:
     """Record the calibration data of a model; without effect outside of `measured`."""
     run = _CURRENT.get()
     if run is not None:
-        run.calibration = Calibration(num_samples, asym)
+        run.calibration = CalibrationFacts(num_samples, asym)

@@ -44,7 +44,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationFacts:
     """The calibration data. `data`: a description; None if only weights were quantized, without data."""
 
     num_samples: int
@@ -121,7 +121,7 @@ class RunRecord:
     config: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
     coverage: Coverage | None = None
-    calibration: Calibration | None = None
+    calibration: CalibrationFacts | None = None
     output: OutputError | None = None
     errors: tuple[ErrorProfile, ...] = ()
     file: FileFacts | None = None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsebit.cli.llm import options as llm_options
 from sparsebit.cli.option_groups import SpeakingOptions, grouped
 from sparsebit.cli.outputs.output import facts_table, speaking
+
+if TYPE_CHECKING:
+    from sparsebit.llm import ConvertedModel
 
 
 @grouped
@@ -66,35 +69,43 @@ def convert(
     sparsebit llm convert llama-7b_234w.pth.tar -o llama-7b-234/ --to compressed-tensors --base llama-7b-hf/
     """
     with speaking(as_json=say.json, quiet=say.quiet) as out:
-        from collections import Counter
-        from dataclasses import asdict
-
         from sparsebit.llm import convert as run
 
         made = run(
             model, output, to, gguf_type=gguf_type, base=base, check=not no_check, trust_remote_code=trust_remote_code
         )
-        check = made.check
-        record = {
-            "output": str(made.output),
-            "format": made.format,
-            "layers": {name: asdict(layer) for name, layer in made.formats.items()},
-            "gguf_types": dict(made.gguf_types),
-            "check": None if check is None else asdict(check),
-        }
-        layers = f"{len(made.formats)} packed layers as {made.format}" if made.formats else f"float, as {made.format}"
-        facts = {"written": str(made.output), "layers": layers}
-        if made.gguf_types:
-            counts = Counter(made.gguf_types.values()).most_common()
-            facts["types"] = ", ".join(f"{count} {kind}" for kind, count in counts)
-        if check is None:
-            facts["checked"] = "not loaded (--no-check)"
-        else:
-            facts["checked"] = f"loaded by {check.reader}; logits differ by {check.difference:.1g} of the largest"
-            if check.from_source is not None:
-                facts["rounded"] = (
-                    f"weights changed by {check.weight_error:.2%} (root mean square), logits by "
-                    f"{check.from_source:.1%} of the largest"
-                )
-            facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else ""
-        out.result(record, facts_table(facts))
+        out.result(_record(made), facts_table(_facts(made)))
+
+
+def _record(made: ConvertedModel) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "output": str(made.output),
+        "format": made.format,
+        "layers": {name: asdict(layer) for name, layer in made.formats.items()},
+        "gguf_types": dict(made.gguf_types),
+        "check": None if made.check is None else asdict(made.check),
+    }
+
+
+def _facts(made: ConvertedModel) -> dict[str, str]:
+    from collections import Counter
+
+    check = made.check
+    layers = f"{len(made.formats)} packed layers as {made.format}" if made.formats else f"float, as {made.format}"
+    facts = {"written": str(made.output), "layers": layers}
+    if made.gguf_types:
+        counts = Counter(made.gguf_types.values()).most_common()
+        facts["types"] = ", ".join(f"{count} {kind}" for kind, count in counts)
+    if check is None:
+        facts["checked"] = "not loaded (--no-check)"
+    else:
+        facts["checked"] = f"loaded by {check.reader}; logits differ by {check.difference:.1g} of the largest"
+        if check.from_source is not None:
+            facts["rounded"] = (
+                f"weights changed by {check.weight_error:.2%} (root mean square), logits by "
+                f"{check.from_source:.1%} of the largest"
+            )
+        facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else ""
+    return facts

@@ -87,6 +87,19 @@ class TaskOptions:
         if unused and not self.names:
             raise typer.BadParameter("only together with --tasks", param_hint=unused[0])
 
+    def scores(self, model: Any, tokenizer: Any, batch_size: int, *, quiet: bool) -> list[TaskScore]:
+        from sparsebit.llm import evaluate_tasks
+
+        # lm-eval and the package datasets show bars of their own.
+        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
+            return evaluate_tasks(
+                *(model, tokenizer, self.names),
+                include_path=self.include_path,
+                limit=self.limit,
+                num_fewshot=self.num_fewshot,
+                batch_size=batch_size,
+            )
+
 
 @grouped
 def evaluate(
@@ -111,15 +124,7 @@ def evaluate(
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from dataclasses import asdict
 
-        from sparsebit.llm import (
-            evaluate_tasks,
-            kernel_paths,
-            perplexity,
-            resident_bytes,
-            stream_usage,
-            token_stream,
-            windows,
-        )
+        from sparsebit.llm import kernel_paths, resident_bytes, stream_usage, token_stream, windows
         from sparsebit.llm.models.hub_classes import load_tokenizer
 
         if model.suffix == ".gguf":
@@ -137,29 +142,10 @@ def evaluate(
         }
         facts: dict[str, str] = {}
         if tokens is not None:
-            found = perplexity(loaded, tokens, batch_size=batch_size)
-            record |= {
-                "text": str(measured.text),
-                "perplexity": found.value,
-                "windows": found.num_windows,
-                "length": measured.length,
-                "predictions": found.num_predictions,
-            }
-            facts["perplexity"] = f"{found.value:.3f}"
-            facts["text"] = f"{measured.text}, {found.num_windows} windows of {measured.length} tokens"
+            _measure(loaded, tokens, measured, batch_size, record, facts)
         scores: list[TaskScore] = []
         if wanted.names:
-            # lm-eval and the package datasets show bars of their own.
-            with contextlib.redirect_stderr(io.StringIO()) if say.quiet else contextlib.nullcontext():
-                scores = evaluate_tasks(
-                    loaded,
-                    tokenizer,
-                    wanted.names,
-                    include_path=wanted.include_path,
-                    limit=wanted.limit,
-                    num_fewshot=wanted.num_fewshot,
-                    batch_size=batch_size,
-                )
+            scores = wanted.scores(loaded, tokenizer, batch_size, quiet=say.quiet)
             record["tasks"] = [asdict(score) for score in scores]
         size = resident_bytes(loaded)
         if loading.single_device:
@@ -168,6 +154,24 @@ def evaluate(
         facts["in memory"] = kilobytes(size)
         facts["packed layers"] = "; ".join(f"{count} {path}" for path, count in kernel_paths(loaded).items())
         out.result(record, *([_table(scores)] if scores else []), facts_table(facts))
+
+
+def _measure(
+    loaded: Any, tokens: Any, measured: WindowOptions, batch_size: int, record: dict[str, Any], facts: dict[str, str]
+) -> None:
+    """Add the perplexity on the windows to the record and to the facts."""
+    from sparsebit.llm import perplexity
+
+    found = perplexity(loaded, tokens, batch_size=batch_size)
+    record |= {
+        "text": str(measured.text),
+        "perplexity": found.value,
+        "windows": found.num_windows,
+        "length": measured.length,
+        "predictions": found.num_predictions,
+    }
+    facts["perplexity"] = f"{found.value:.3f}"
+    facts["text"] = f"{measured.text}, {found.num_windows} windows of {measured.length} tokens"
 
 
 def _evaluate_gguf(

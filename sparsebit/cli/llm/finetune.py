@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from sparsebit.cli.option_groups import Given, SpeakingOptions, grouped
 from sparsebit.cli.outputs.output import facts_table, speaking
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.llm.finetuning.tuning import Tuning
+
+if TYPE_CHECKING:
+    from sparsebit.llm import MergedModel
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,20 @@ def merge(
             max_loss=max_loss,
             trust_remote_code=trust_remote_code,
         )
-        lost = "the adapter changes nothing" if made.update_lost is None else f"{made.update_lost:.1%}"
-        facts = {
-            "written": str(made.folder),
-            "layers": f"{made.num_layers} layers took up the adapter, {to}",
-            "effect of the adapter lost": f"{lost} ({'on the text' if tokens is not None else 'on arbitrary tokens'})",
-            "logits": f"{made.logit_error:.2%} off model and adapter (root mean square)",
-            "next token": f"{made.kl_divergence:.2g} nats of divergence",
-        }
-        if made.perplexity_merged is not None:
-            facts["perplexity"] = f"{made.perplexity_with_adapter:.3f} -> {made.perplexity_merged:.3f}"
-        out.result(asdict(made) | {"folder": str(made.folder)}, facts_table(facts))
+        on = "on arbitrary tokens" if tokens is None else "on the text"
+        out.result(asdict(made) | {"folder": str(made.folder)}, facts_table(_merged_facts(made, to, on)))
+
+
+def _merged_facts(made: MergedModel, to: str, on: str) -> dict[str, str]:
+    """`on`: what the effect of the adapter was measured on."""
+    lost = "the adapter changes nothing" if made.update_lost is None else f"{made.update_lost:.1%}"
+    facts = {
+        "written": str(made.folder),
+        "layers": f"{made.num_layers} layers took up the adapter, {to}",
+        "effect of the adapter lost": f"{lost} ({on})",
+        "logits": f"{made.logit_error:.2%} off model and adapter (root mean square)",
+        "next token": f"{made.kl_divergence:.2g} nats of divergence",
+    }
+    if made.perplexity_merged is not None:
+        facts["perplexity"] = f"{made.perplexity_with_adapter:.3f} -> {made.perplexity_merged:.3f}"
+    return facts

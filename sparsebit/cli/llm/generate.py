@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,12 @@ class TokenOptions:
         typer.Option("--compile", help="Compile the step of a token first: a minute or more, then faster tokens."),
     ] = False
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments of transformers' `generate`."""
+        hot = {"do_sample": True, "temperature": self.temperature}
+        # A beam search, which a model's settings may ask for, is not shown while it goes on.
+        return {**(hot if self.temperature else {"do_sample": False}), "num_beams": 1}
 
 
 @grouped
@@ -54,20 +61,12 @@ def generate(
         if how.compile_step and loading.single_device:
             raise ConfigError("--compile needs the whole model on the device; leave --compile or --single-device out")
         tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
-        if how.chat and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
-        text = _asked(tokenizer, prompt) if how.chat else prompt
-        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not how.chat)["input_ids"]
-        if not tokens.numel():
-            raise ConfigError("--prompt has no tokens; give some text to continue")
+        tokens = _tokens(tokenizer, model, prompt, how)
         loaded = loading.load(model)
         need_embeddings(tokens, loaded)
         need_positions(tokens.shape[1] + how.max_new_tokens - 1, loaded, "--prompt, --max-new-tokens")
         tokens = tokens.to(loading.device)
-        hot = {"do_sample": True, "temperature": how.temperature}
-        settings: dict[str, Any] = hot if how.temperature else {"do_sample": False}
-        settings["num_beams"] = 1  # a beam search, which a model's settings may request, cannot be shown token by token
-        compiling = 0.0
+        settings, compiling = how.sampling(), 0.0
         if how.compile_step:
             compiling = compiled_generation.compile_step(loaded, tokens, how.max_new_tokens)
             settings |= compiled_generation.compiled_settings(loaded)
@@ -85,19 +84,31 @@ def generate(
         paths = kernel_paths(loaded)
         made = given[0, tokens.shape[1] :]
         if say.json:
-            written = tokenizer.decode(made, skip_special_tokens=True)
-            record = {
-                "prompt": prompt,
-                "text": written,
-                "tokens": len(made),
-                "seconds": seconds,
-                "compiling_seconds": compiling,
-                "packed_layers": paths,
-            }
-            out.result(record)
+            out.result(
+                {
+                    "prompt": prompt,
+                    "text": tokenizer.decode(made, skip_special_tokens=True),
+                    "tokens": len(made),
+                    "seconds": seconds,
+                    "compiling_seconds": compiling,
+                    "packed_layers": paths,
+                }
+            )
         how_run = "blocks were streamed" if loading.single_device else f"packed layers: {_words(paths)}"
         first = f"compiled in {compiling:.0f} s; " if how.compile_step else ""
         out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
+
+
+def _tokens(tokenizer: Any, model: Path, prompt: str, how: TokenOptions) -> Any:
+    from sparsebit.errors import ConfigError
+
+    if how.chat and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
+    text = _asked(tokenizer, prompt) if how.chat else prompt
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not how.chat)["input_ids"]
+    if not tokens.numel():
+        raise ConfigError("--prompt has no tokens; give some text to continue")
+    return tokens
 
 
 def _asked(tokenizer: Any, prompt: str) -> str:

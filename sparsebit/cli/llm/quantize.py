@@ -142,13 +142,10 @@ def quantize(
         need_model(target, folder, trust_remote_code=how.trust_remote_code)
         is_first, kept_back = llm_options.is_first_process(), None
         if text.heldout is not None and is_first:
-            length = drawn.get("length", Calibration.length)
-            kept_back = llm_heldout.heldout_windows(
-                folder, text.heldout, length, text.num_windows, trust_remote_code=how.trust_remote_code
-            )
+            drawn_as = text.heldout, drawn.get("length", Calibration.length), text.num_windows
+            kept_back = llm_heldout.heldout_windows(folder, *drawn_as, trust_remote_code=how.trust_remote_code)
         out.remark(f"quantizing {model} to {_format(chosen)} with {chosen.method}")
         made = run(folder, output, chosen, calibration, **how.arguments())
-        tables = [*_allocation_table(made.allocation), *_experts_table(made.experts)]
         measured = None
         if kept_back is not None:
             measured = llm_heldout.heldout_perplexities(
@@ -159,7 +156,8 @@ def quantize(
             )
         if is_first:
             facts = {**_facts(made), "perplexity": llm_heldout.told(measured), "next": _next(target, made)}
-            out.result({**_record(made), "perplexity": measured}, *tables, facts_table(facts))
+            tables = [*_allocation_table(made.allocation), *_experts_table(made.experts), facts_table(facts)]
+            out.result({**_record(made), "perplexity": measured}, *tables)
 
 
 def _format(recipe: Recipe) -> str:

@@ -39,7 +39,7 @@ _NUM_CALIBRATION = 256
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One way to quantize and its result. `raised`: layers with 8 bits; None: not applicable to the float model."""
 
     bits: int
@@ -120,17 +120,17 @@ def recommended(bits: int, raised: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _sweep(
     model: nn.Module, digits: Digits, batches: list[Tensor], bits: tuple[int, ...]
-) -> tuple[list[Row], list[LayerError], Coverage]:
+) -> tuple[list[DemoRow], list[LayerError], Coverage]:
     """A row for float, for every bit-width and for the worst layers raised; then the layers, worst first."""
     with torch.no_grad():
         reference = model(digits.test_images)
 
-    def judged(qmodel: QuantModel, width: int, raised: tuple[str, ...] = ()) -> Row:
+    def judged(qmodel: QuantModel, width: int, raised: tuple[str, ...] = ()) -> DemoRow:
         with torch.no_grad():
             logits = qmodel(digits.test_images)
         noise = (logits - reference).square().sum()
         size = weight_size(qmodel)
-        return Row(
+        return DemoRow(
             width,
             _same(logits, digits.test_labels),
             _same(logits, reference.argmax(1)),
@@ -145,7 +145,7 @@ def _sweep(
 
     profiled = quantized(_PROFILED_BITS)
     worst = list(profiled.profile(batches, histograms=False).layers)
-    rows = [Row(32, _same(reference, digits.test_labels), None, None, weight_size(profiled).float_bytes, 1.0)]
+    rows = [DemoRow(32, _same(reference, digits.test_labels), None, None, weight_size(profiled).float_bytes, 1.0)]
     rows += [judged(profiled if width == _PROFILED_BITS else quantized(width), width) for width in bits]
     if min(bits) < 8:
         raised = tuple(error.layer for error in worst[:_NUM_RAISED])
@@ -157,7 +157,7 @@ def _same(logits: Tensor, labels: Tensor) -> float:
     return float((logits.argmax(1) == labels).double().mean())
 
 
-def _shown(record: dict[str, Any], rows: list[Row], worst: Table, facts: Table) -> list[RenderableType]:
+def _shown(record: dict[str, Any], rows: list[DemoRow], worst: Table, facts: Table) -> list[RenderableType]:
     num_test = record["num_test_images"]
     head = Text.assemble(
         ("Handwritten digits, 8x8 pixels", "bold"),
@@ -182,7 +182,7 @@ def _shown(record: dict[str, Any], rows: list[Row], worst: Table, facts: Table) 
     return [*shown, "", title, worst, file, Padding(facts, (1, 0)), following]
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[DemoRow]) -> Table:
     columns = ("bits", "accuracy", "same answer as float", "output SQNR", "weights", "smaller")
     found: list[list[str | Text]] = []
     for row in rows:

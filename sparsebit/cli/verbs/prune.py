@@ -9,6 +9,7 @@ import typer
 
 from sparsebit.cli.inputs.calibrated_model import load_subject
 from sparsebit.cli.inputs.data import Inputs, fitting
+from sparsebit.cli.inputs.first_batch import FirstBatch
 from sparsebit.cli.inputs.loading import load_net, resolve, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.outputs.output import Output, decibel, facts_table
@@ -17,7 +18,7 @@ from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import PruneOptions
 from sparsebit.cli.verbs.search import read_budgets
 from sparsebit.errors import ConfigError
-from sparsebit.sparse import ModelSize, SparseConfig, SparseModel, model_size, parse_sconfig, save
+from sparsebit.sparse import ModelSize, RatioChoice, SparseConfig, SparseModel, model_size, parse_sconfig, save
 from sparsebit.sparse.budgets.measured_time import measured_time
 from sparsebit.sparse.budgets.ratio_search import KERNEL_WIDTHS
 from sparsebit.sparse.shrinking.pruned_folder import checked_folder
@@ -40,22 +41,7 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
         net, batches, first = subject.model, list(subject.data), subject.first_batch
     test = load_test(asked.scored, net, net, Inputs.of(net), data, asked.how)
     smodel = SparseModel(net, sconfig, None if batches is None else batches[0]).eval()
-    if sconfig.SPARSER.is_of_blocks:
-        out.remark(f"found {len(smodel.blocks.blocks)} residual blocks that can be removed")
-    else:
-        found = smodel.groups
-        out.remark(f"found {len(found.groups)} groups, {len(found.units)} units that can be removed")
-    chosen = None
-    if limits:
-        assert batches is not None
-        chosen = smodel.choose_ratios(limits, batches, round_to=round_to or KERNEL_WIDTHS)
-        out.remark(_widths(chosen.round_to, was_given=round_to is not None))
-    smodel.calc_params(batches)
-    _check_removed(smodel)
-    pruned_sqnr = None if first is None else first.sqnr_db(smodel.model, sconfig.DEVICE)
-    if batches is not None and not asked.no_reconstruct:
-        out.remark(f"fitting the remaining weights on {len(batches)} batches")
-        smodel.reconstruct(batches)
+    chosen, pruned_sqnr = _masked(smodel, asked, limits, batches, first, out)
     small = smodel.shrink(round_to)
     sizes = model_size(net, smodel.example_batch), model_size(small, smodel.example_batch)
     sqnr = None if first is None else first.sqnr_db(small, sconfig.DEVICE)
@@ -92,6 +78,34 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
     }
     out.result(record, details=[facts_table(facts)])
     out.next_steps(f"sparsebit quantize -m {name} -w {output} -d {data or 'SOURCE'} -o FILE.onnx")
+
+
+def _masked(
+    smodel: SparseModel,
+    asked: PruneOptions,
+    limits: dict[str, float],
+    batches: list[Any] | None,
+    first: FirstBatch | None,
+    out: Output,
+) -> tuple[RatioChoice | None, float | None]:
+    """Choose and mask, and fit what remains; gives the choice, and the SQNR before the fit."""
+    if smodel.config.SPARSER.is_of_blocks:
+        out.remark(f"found {len(smodel.blocks.blocks)} residual blocks that can be removed")
+    else:
+        found = smodel.groups
+        out.remark(f"found {len(found.groups)} groups, {len(found.units)} units that can be removed")
+    chosen = None
+    if limits:
+        assert batches is not None
+        chosen = smodel.choose_ratios(limits, batches, round_to=asked.round_to or KERNEL_WIDTHS)
+        out.remark(_widths(chosen.round_to, was_given=asked.round_to is not None))
+    smodel.calc_params(batches)
+    _check_removed(smodel)
+    pruned_sqnr = None if first is None else first.sqnr_db(smodel.model, smodel.config.DEVICE)
+    if batches is not None and not asked.no_reconstruct:
+        out.remark(f"fitting the remaining weights on {len(batches)} batches")
+        smodel.reconstruct(batches)
+    return chosen, pruned_sqnr
 
 
 def _check(asked: PruneOptions, limits: dict[str, float]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
+from sparsebit.cli.inputs.accuracy import Accuracy, Scores
 from sparsebit.cli.inputs.calibrated_model import (
     Calibrated,
     Subject,
@@ -21,12 +22,13 @@ from sparsebit.cli.inputs.calibrated_model import (
 from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.loading import load_net, weights_source
 from sparsebit.cli.inputs.scoring import load_test
+from sparsebit.cli.option_groups import TrainedModel
 from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, export, scored_file
 from sparsebit.cli.outputs.output import Output, decibel, facts_table, kilobytes
 from sparsebit.cli.outputs.output_files import checked_target
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.cli.outputs.recording import Recording
-from sparsebit.cli.outputs.size import weight_size
+from sparsebit.cli.outputs.size import WeightSize, weight_size
 from sparsebit.cli.verb_options import QuantizeOptions
 from sparsebit.config.schema import QuantConfig
 from sparsebit.quantization.effort import with_effort
@@ -63,8 +65,8 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
         if asked.placed.save_placement is not None:
             done.qmodel.placement.save(asked.placed.save_placement)
         sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
-    coverage, weight, placement = done.qmodel.coverage, weight_size(done.qmodel), done.qmodel.placement
-    if folder is not None:  # saved first: it is useful even if the file then fails
+    weight = weight_size(done.qmodel)
+    if folder is not None:  # first: it is of use even if the file then fails
         done.qmodel.save(folder)
     exported = None
     if file is not None and subject is not None:
@@ -79,37 +81,55 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
         accuracy = test.run({**models, **in_file}, calibrated=True)
     if recorded:
         recorded.write(_record(net.model, subject, done, sqnr, exported, recorded))
-    record = {
-        "model": net.model,
-        "weights": weights_source(net.model, net.weights),
-        "output": None if where.folder is None else str(where.folder),
-        "onnx": None if exported is None else exported.to_dict(),
-        "backend": qconfig.BACKEND,
-        "num_samples": done.num_samples,
-        "seconds": done.seconds,
-        "output_sqnr_db": sqnr,
-        "accuracy": None if accuracy is None else accuracy.to_dict(),
-        "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
-        "coverage": coverage.to_dict(),
-        "placement": None if placement is None else to_plain(placement, PlacementProfile),
-        **recorded.values(),
-    }
-    num_quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
-    before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
-    facts = {
-        "quantized": f"{num_quantized}, {formats(qconfig)}",
-        **_measured(subject, done, sqnr),
-        "accuracy": "" if accuracy is None else str(accuracy),
-        "placement": "" if placement is None else str(placement),
-        "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
-        "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
-        "in float": "\n".join(coverage.sizeable_floats()),
-        **_left_out(coverage),
-        "saved": "" if where.folder is None else str(where.folder),
-        **({} if exported is None else exported.facts()),
-    }
-    out.result(record, details=[facts_table(facts)])
+    made = _Made(subject, done, sqnr, weight, exported, accuracy)
+    record = {**made.to_dict(asked.net, where, qconfig), **recorded.values()}
+    out.result(record, details=[facts_table(made.facts(where, qconfig))])
     out.next_steps(*_next_steps(asked, where))
+
+
+class _Made(NamedTuple):
+    """What the verb has made and measured."""
+
+    subject: Subject | None
+    done: Calibrated
+    sqnr: float | None
+    weight: WeightSize
+    exported: Exported | None
+    accuracy: Accuracy | Scores | None
+
+    def to_dict(self, net: TrainedModel, where: Outputs, qconfig: QuantConfig) -> dict[str, Any]:
+        placement, weight = self.done.qmodel.placement, self.weight
+        return {
+            "model": net.model,
+            "weights": weights_source(net.model, net.weights),
+            "output": None if where.folder is None else str(where.folder),
+            "onnx": None if self.exported is None else self.exported.to_dict(),
+            "backend": qconfig.BACKEND,
+            "num_samples": self.done.num_samples,
+            "seconds": self.done.seconds,
+            "output_sqnr_db": self.sqnr,
+            "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
+            "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
+            "coverage": self.done.qmodel.coverage.to_dict(),
+            "placement": None if placement is None else to_plain(placement, PlacementProfile),
+        }
+
+    def facts(self, where: Outputs, qconfig: QuantConfig) -> dict[str, str]:
+        coverage, placement, weight = self.done.qmodel.coverage, self.done.qmodel.placement, self.weight
+        num_quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
+        before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
+        return {
+            "quantized": f"{num_quantized}, {formats(qconfig)}",
+            **_measured(self.subject, self.done, self.sqnr),
+            "accuracy": "" if self.accuracy is None else str(self.accuracy),
+            "placement": "" if placement is None else str(placement),
+            "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
+            "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
+            "in float": "\n".join(coverage.sizeable_floats()),
+            **_left_out(coverage),
+            "saved": "" if where.folder is None else str(where.folder),
+            **({} if self.exported is None else self.exported.facts()),
+        }
 
 
 def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:

@@ -20,7 +20,7 @@ from sparsebit.deploy.audit import openvino_graph as audit_openvino
 from sparsebit.deploy.audit.fusion_reasons import reason_for
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
-from sparsebit.deploy.onnx_graph.fusion_site import Site, is_heavy, is_layer, kind, label
+from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, kind, label
 from sparsebit.deploy.onnx_graph.model_file import num_bytes
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, Graph, load_model
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
@@ -93,7 +93,7 @@ def audit(
 def _layers(graph: Graph, execution: Execution, runtime: str) -> tuple[LayerRun, ...]:
     runs = []
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
-        kernel, site = execution.kernels[label(node)], Site(graph, node)
+        kernel, site = execution.kernels[label(node)], FusionSite(graph, node)
         run = LayerRun(
             *(label(node), node.op_type, kind(node.op_type), is_heavy(node.op_type), kernel.arithmetic, kernel.op),
             rounds_weight=kernel.rounds_weight,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparsebit.deploy.onnx_graph.fusion_site import Site, label
+from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, label
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, QUANTIZE, Quantization
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.cpu import is_arm
@@ -60,12 +60,12 @@ class Row:
 
     cause: str
     remedy: str
-    applies: Callable[[Site], str | bool]
+    applies: Callable[[FusionSite], str | bool]
     runtimes: tuple[str, ...] = (_ORT, _OPENVINO)
     on_purpose: bool = False
 
 
-def reason_for(site: Site, runtime: str) -> Reason:
+def reason_for(site: FusionSite, runtime: str) -> Reason:
     """The first row that holds for a layer that `runtime` executes in float."""
     has_kernel = site.op in INTEGER_KERNELS[runtime]
     for row in ROWS:
@@ -82,7 +82,7 @@ def reason_for(site: Site, runtime: str) -> Reason:
     )
 
 
-def _advice(remedy: str, site: Site, runtime: str) -> str:
+def _advice(remedy: str, site: FusionSite, runtime: str) -> str:
     """The remedy, without the advice to export for this runtime if the file was exported for it."""
     if site.graph.backend == runtime:
         for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
@@ -90,36 +90,36 @@ def _advice(remedy: str, site: Site, runtime: str) -> str:
     return remedy.format(runtime=runtime)
 
 
-def _product_by_design(site: Site) -> bool:
+def _product_by_design(site: FusionSite) -> bool:
     is_product = site.op in ("MatMul", "Einsum", "Attention") and not site.has_weight
     return is_product and site.profile is not None and not _PRODUCTS.intersection(site.profile.inputs or ())
 
 
-def _add_by_design(site: Site) -> bool:
+def _add_by_design(site: FusionSite) -> bool:
     """Whether the add is float by design: profiles only quantize adds that a convolution feeds."""
     makers = [site.graph.producer.get(name) for name in site.operands]
     is_fed = any(maker is not None and maker.op_type == "Conv" for maker in makers)
     return site.op == "Add" and site.profile is not None and not is_fed and not any(site.quantizations)
 
 
-def _floats(site: Site) -> list[str]:
+def _floats(site: FusionSite) -> list[str]:
     return [name for name, found in zip(site.operands, site.quantizations, strict=True) if found is None]
 
 
-def _dequantized_weight(site: Site) -> str:
+def _dequantized_weight(site: FusionSite) -> str:
     weight = site.weight
     if weight is None or not site.has_weight or site.data is not None or site.op not in ("MatMul", "Gemm"):
         return ""
     return f"{weight.dtype} weight" + (f" in blocks of {weight.block}" if weight.block else "")
 
 
-def _float_input(site: Site) -> str:
+def _float_input(site: FusionSite) -> str:
     if site.has_weight:
         return _floats(site)[0] if site.data is None else ""
     return ", ".join(_floats(site))
 
 
-def _flattened(site: Site) -> str:
+def _flattened(site: FusionSite) -> str:
     """Quantization is moved through Reshape, Transpose, Squeeze and Unsqueeze, but not through Flatten."""
     node = site.graph.producer.get(site.operands[0]) if site.data is not None else None
     while node is not None and node.op_type in MOVES:
@@ -129,7 +129,7 @@ def _flattened(site: Site) -> str:
     return ""
 
 
-def _float8(site: Site) -> str:
+def _float8(site: FusionSite) -> str:
     return site.weight.dtype if site.weight is not None and site.weight.dtype.startswith("float8") else ""
 
 
@@ -137,37 +137,37 @@ def _wide(found: Quantization | None) -> str:
     return found.dtype if found is not None and found.dtype not in _BYTES else ""
 
 
-def _activation_scales(site: Site) -> str:
+def _activation_scales(site: FusionSite) -> str:
     operands = [site.data] if site.has_weight else site.quantizations
     scales = [found for found in operands if found is not None and not found.per_tensor]
     return f"{scales[0].scale.size} scales" if scales else ""
 
 
-def _bias_of_another_backend(site: Site) -> bool:
+def _bias_of_another_backend(site: FusionSite) -> bool:
     """Whether Sparsebit exported the file for a backend with float biases."""
     profile = PROFILES.get(site.graph.backend)
     return profile is not None and profile.bias == "float" and _float_bias(site)
 
 
-def _float_bias(site: Site) -> bool:
+def _float_bias(site: FusionSite) -> bool:
     if site.op not in ("Gemm", "MatMul") or not site.has_float_bias:
         return False
     behind = site.graph.behind(site.bias_add.output[0]) if site.bias_add is not None else site.readers
     return not any(node.op_type == QUANTIZE for node in behind)
 
 
-def _several_quantizers(site: Site) -> str:
+def _several_quantizers(site: FusionSite) -> str:
     number = len(site.quantizers)
     return f"{number} QuantizeLinear nodes read it" if number > 1 and not site.float_readers else ""
 
 
-def _also_float(site: Site) -> str:
+def _also_float(site: FusionSite) -> str:
     readers = [label(node) for node in site.float_readers] + (["the model's output"] if site.is_model_output else [])
     return ", ".join(readers) if site.quantizers else ""
 
 
-def _read_by(*ops: str) -> Callable[[Site], str]:
-    def applies(site: Site) -> str:
+def _read_by(*ops: str) -> Callable[[FusionSite], str]:
+    def applies(site: FusionSite) -> str:
         if site.quantizers or site.op == "MatMul":  # a product of integers may return floats
             return ""
         blocking = [node for node in site.float_readers if not ops or node.op_type in ops]
@@ -176,7 +176,7 @@ def _read_by(*ops: str) -> Callable[[Site], str]:
     return applies
 
 
-def _unabsorbed(site: Site) -> str:
+def _unabsorbed(site: FusionSite) -> str:
     """Relu and Clip only disappear if the integers cannot leave their range anyway."""
     if site.activation is None or not site.quantizers:
         return ""
@@ -189,7 +189,7 @@ def _unabsorbed(site: Site) -> str:
     return f"{site.activation.op_type} {label(site.activation)}: {words}"
 
 
-def _limits(site: Site) -> tuple[float, float]:
+def _limits(site: FusionSite) -> tuple[float, float]:
     if site.activation.op_type == "Relu":
         return 0.0, float("inf")
     names = [*site.activation.input[1:], "", ""][:2]
@@ -205,13 +205,13 @@ def _range_of(found: Quantization) -> tuple[float | None, float | None]:
     return (low - zero) * scale, (low + 255 - zero) * scale
 
 
-def _type_change(site: Site) -> str:
+def _type_change(site: FusionSite) -> str:
     operands = [*site.quantizations[: 1 if site.has_weight else None], *site.quantizers[:1]]
     types = dict.fromkeys(found.dtype for found in operands if found)
     return " and ".join(types) if len(types) > 1 else ""
 
 
-def _other_grid(site: Site) -> bool:
+def _other_grid(site: FusionSite) -> bool:
     is_copied = site.op in ("MaxPool", "Resize") and site.data is not None and bool(site.quantizers)
     return is_copied and site.data is not None and not site.data.same_grid(site.quantizers[0])
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.onnx_graph.fusion_site import Site, is_heavy, is_layer, label
+from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
 from sparsebit.deploy.sessions.runtime_kernels import Execution, Kernel
 from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
@@ -58,7 +58,9 @@ def executed(
             kernels[label(node)] = Kernel("", "unknown")
             continue
         arithmetic = arithmetic_of(optimized, found)
-        rounds = Site(graph, node).has_float_weight and (arithmetic != "float" or _has_rounded_weight(optimized, found))
+        rounds = FusionSite(graph, node).has_float_weight and (
+            arithmetic != "float" or _has_rounded_weight(optimized, found)
+        )
         kernels[label(node)] = Kernel(found.op_type, arithmetic, rounds)
     left = Counter(node.op_type for node in optimized.nodes if node.op_type in _CONVERSIONS)
     return Execution(kernels, dict(left)), session

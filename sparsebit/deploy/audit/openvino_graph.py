@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.onnx_graph.fusion_site import Site, is_heavy, is_layer, label
+from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
 from sparsebit.deploy.sessions.runtime_kernels import Execution, Kernel
 from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
@@ -48,7 +48,7 @@ class Executed:
 
     def op_of(self, node: Any) -> ExecutedOp | None:
         """The op that contains a node of the file."""
-        bias = Site(self.graph, node).bias_add  # a product is named after the add that it absorbed
+        bias = FusionSite(self.graph, node).bias_add  # a product goes by the name of the add that it took in
         return _find(node, self._by_origin) or (_find(bias, self._by_origin) if bias is not None else None)
 
     def arithmetic_of(self, name: str) -> Arithmetic:

@@ -1,8 +1,8 @@
-"""`Site`: the surroundings of one layer in a QDQ graph: how its operands are quantized, and who reads its output.
+"""`FusionSite`: the surroundings of one layer in a QDQ graph: how its operands are quantized, and who reads its output.
 
-Runtimes fuse a layer with the DequantizeLinear nodes before it and the QuantizeLinear after it, past an
-activation that they absorb. The reasons in `audit.fusion_reasons` are questions to a `Site`. "After" looks through
-ops that only move elements.
+Runtimes fuse a layer with the DequantizeLinear nodes in front of it and the QuantizeLinear behind it, past an
+activation that they absorb. The reasons in `audit.fusion_reasons` are questions to a `FusionSite`. "Behind" looks
+through ops that only move elements.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_heavy(op: str) -> bool:
     return op in HEAVY or op in INTEGER_HEAVY
 
 
-class Site:
+class FusionSite:
     """One float layer and its surroundings. `data` and `weight` are None if that operand is not quantized."""
 
     def __init__(self, graph: Graph, node: Any) -> None:

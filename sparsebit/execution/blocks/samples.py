@@ -1,4 +1,4 @@
-"""`Samples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it."""
+"""`BlockSamples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Minibatch:
     extras: Values
 
 
-class Samples:
+class BlockSamples:
     """The samples of all batches.
 
     A sample is a row of every tensor that crosses the block's border. Whether the rows are independent of each other

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.blocks.engine import BatchValues, BlockData, mix
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.blocks.samples import Minibatch, Samples
+from sparsebit.execution.blocks.samples import BlockSamples, Minibatch
 from sparsebit.execution.distributed import gather, is_distributed
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.progress import note
@@ -30,7 +30,7 @@ _CHECKS = 10  # in a training with early stop: how often the loss is checked
 
 
 @dataclass(frozen=True)
-class Training:
+class BlockTraining:
     """How a block is trained.
 
     `float_share`: share of the inputs' elements that come from the float model; the others come from the preceding
@@ -69,7 +69,7 @@ class ParameterGroup:
 def train_block(
     data: BlockData,
     groups: Sequence[ParameterGroup],
-    training: Training,
+    training: BlockTraining,
     *,
     distance: Distance,
     extras: BatchValues | None = None,
@@ -90,7 +90,7 @@ def train_block(
     learned = [parameter for group in groups for parameter in group.parameters]
     optimizer = _optimizer(groups)
     generator = torch.Generator().manual_seed(block_seed(training.seed, data.block.name))
-    samples = Samples(data, extras, needs_float=training.float_share > 0)
+    samples = BlockSamples(data, extras, needs_float=training.float_share > 0)
     stream = samples.minibatches(training.batch_size, generator)
     watch = _Watch(training)
     for step in range(training.steps):
@@ -162,7 +162,7 @@ def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tens
 class _Watch:
     """The loss of the last steps, and whether it still decreases."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: BlockTraining) -> None:
         self._patience, self._window = training.patience, max(training.steps // _CHECKS, 1)
         self._sum, self._best, self._waited = 0.0, math.inf, 0
         self.last = math.nan

@@ -33,7 +33,7 @@ from sparsebit.llm.converting.load_check import (
 from sparsebit.llm.converting.vllm_rules import COMPRESSED_TENSORS, GPTQ, vllm_reasons
 from sparsebit.llm.gguf.file import gguf_package, write_gguf
 from sparsebit.llm.gguf.growth import warn_of_growth
-from sparsebit.llm.gguf.mixes import EXACT, MIXES, mix_of
+from sparsebit.llm.gguf.mixes import EXACT, MIXES, Mix, mix_of
 from sparsebit.llm.layers.float_weight import Weight, integers
 from sparsebit.llm.models.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -148,33 +148,7 @@ def _convert(
     original.check_files()
     skeleton = Skeleton(original, trust_remote_code=trust_remote_code)
     source = packed_source(skeleton) or unpacked_source(skeleton)
-    if not source.formats and mix is None:
-        raise ConfigError(
-            f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
-            f"file of type {' or '.join(MIXES)}"
-        )
-    if check and format == COMPRESSED_TENSORS:
-        need_reader({layer.bits for layer in source.formats.values()})
-    kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
-    if kinds and mix is None and format != COMPRESSED_TENSORS:
-        raise DeploymentError(
-            f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
-        )
-    if check and format.startswith("gptq") and experts_in(skeleton.model):
-        raise DeploymentError(
-            f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "
-            "cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
-        )
-    if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
-        raise DeploymentError(
-            f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
-            "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
-        )
-    if format == GENAI:
-        columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
-        reason = why_not(source.formats, columns)
-        if reason is not None:
-            raise DeploymentError(f"{skeleton.folder.path}: {reason}")
+    _check(source, skeleton, format, mix, check=check)
     made = staging / "made" / target.name
     made.parent.mkdir()
     found, types = None, {}
@@ -202,6 +176,44 @@ def _convert(
         found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
     put_in_place(made, target)
     return ConvertedModel(target, format, source.formats, found, types)
+
+
+def _check(
+    source: PackedSource,
+    skeleton: Skeleton,
+    format: str,  # noqa: A002
+    mix: Mix | None,
+    *,
+    check: bool,
+) -> None:
+    """Refuse a model that the format cannot hold, or a result that could not be checked."""
+    if not source.formats and mix is None:
+        raise ConfigError(
+            f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
+            f"file of type {' or '.join(MIXES)}"
+        )
+    if check and format == COMPRESSED_TENSORS:
+        need_reader({layer.bits for layer in source.formats.values()})
+    kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
+    if kinds and mix is None and format != COMPRESSED_TENSORS:
+        raise DeploymentError(
+            f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
+        )
+    if check and format.startswith("gptq") and experts_in(skeleton.model):
+        raise DeploymentError(
+            f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "
+            "cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
+    if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
+        raise DeploymentError(
+            f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
+            "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
+    if format == GENAI:
+        columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
+        reason = why_not(source.formats, columns)
+        if reason is not None:
+            raise DeploymentError(f"{skeleton.folder.path}: {reason}")
 
 
 def _write(target: Path, source: PackedSource, kind: _Format) -> None:

@@ -1,6 +1,6 @@
 """`finetune`: adapters of a packed model, trained on instructions; resumable, in one process or several.
 
-The training itself is `Training` (`training_loop.py`) or one of its two subclasses, for shards and for a pipeline.
+The training itself is `TrainingLoop` (`training_loop.py`) or one of its two subclasses, for shards and for a pipeline.
 States are kept in `OUTPUT.partial`, a `RunFolder` whose settings decide whether a run may continue; anything that
 changes the result belongs into `_settings`.
 """
@@ -31,13 +31,13 @@ from sparsebit.llm.finetuning.distributed.pipeline_stage import load_stage
 from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTraining
 from sparsebit.llm.finetuning.distributed.sharded_training import ShardedTraining
 from sparsebit.llm.finetuning.layers.packed_lora import peft_module
-from sparsebit.llm.finetuning.training_loop import Training
+from sparsebit.llm.finetuning.training_loop import TrainingLoop
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import fingerprint, write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
 from sparsebit.llm.models.model_folder import ModelFolder
-from sparsebit.llm.process_group import joined
+from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.running.loading import load
 from sparsebit.progress import track
 from sparsebit.tensor_files import save_tensors
@@ -110,50 +110,63 @@ def finetune(
         dtype = dtype or (torch.float32 if rank.device.type == "cpu" else torch.bfloat16)
         if parallel != "ddp" and rank.count == 1:
             raise ConfigError(f"parallel={parallel!r} in one process: start several with torchrun, or leave it out")
-        # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
-        rest = samples, tuning, rank, 0, str(model)
-        run: Training
-        highest = torch.tensor(max((max(sample.tokens) for sample in samples), default=0))
-        longest = max(len(sample.tokens) for sample in samples)  # positions begin again at each
-        if parallel == "pipeline":
-            stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
-            need_embeddings(highest, stage.model)
-            need_positions(longest, stage.model)
-            run = PipelineTraining(stage, *rest)
-        else:
-            # Blocks that are sharded come to the device one by one.
-            where = torch.device("cpu") if parallel == "fsdp" else rank.device
-            backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
-            need_embeddings(highest, backbone)
-            need_positions(longest, backbone)
-            run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
+        run = _run(model, samples, tuning, rank, dtype, parallel, trust_remote_code=trust_remote_code)
         stages = rank.count if parallel == "pipeline" else 1
         more = {"optimizer": run.optimizer_name, "stages": stages}
         rank.from_first(lambda: RunFolder(partial, _settings(tuning, samples, Path(model), dtype) | more).open())
-        num_resumed = run.resume(partial)
-        with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
-            for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
-                run.step(step)
-                if (step + 1) % save_every == 0:
-                    run.keep(partial, step + 1)
-        num_learned = sum(run.num_learned(rows) for rows in run.steps)
+        num_resumed = _train(run, partial, save_every, rank)
         tensors = run.adapter_tensors()
         trained = run.parameters if tensors is None else tensors
-        num_parameters = sum(tensor.numel() for tensor in trained.values())
         found = FinetunedModel(
-            target,
-            tuning,
-            run.optimizer_name,
-            tuple(run.losses),
-            len(samples),
-            num_learned,
-            num_parameters,
-            num_resumed,
-            time.monotonic() - started,
+            *(target, tuning, run.optimizer_name, tuple(run.losses)),
+            num_samples=len(samples),
+            num_learned=sum(run.num_learned(rows) for rows in run.steps),
+            num_parameters=sum(tensor.numel() for tensor in trained.values()),
+            num_resumed=num_resumed,
+            seconds=time.monotonic() - started,
         )
         rank.from_first(lambda: _write(target, run.peft_model, found, partial, tensors))
     log.info("%s: %d steps, loss %.4f -> %.4f", target, len(found.losses), found.losses[0], found.losses[-1])
     return found
+
+
+def _run(
+    model: str | os.PathLike[str],
+    samples: Sequence[Sample],
+    tuning: Tuning,
+    rank: Rank,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    *,
+    trust_remote_code: bool,
+) -> TrainingLoop:
+    """The training of this process, with its part of the model."""
+    # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
+    rest = samples, tuning, rank, 0, str(model)
+    highest = torch.tensor(max((max(sample.tokens) for sample in samples), default=0))
+    longest = max(len(sample.tokens) for sample in samples)  # positions begin again at each
+    if parallel == "pipeline":
+        stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
+        need_embeddings(highest, stage.model)
+        need_positions(longest, stage.model)
+        return PipelineTraining(stage, *rest)
+    # Blocks that are sharded come to the device one by one.
+    where = torch.device("cpu") if parallel == "fsdp" else rank.device
+    backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
+    need_embeddings(highest, backbone)
+    need_positions(longest, backbone)
+    return (ShardedTraining if parallel == "fsdp" else TrainingLoop)(backbone, *rest)
+
+
+def _train(run: TrainingLoop, partial: Path, save_every: int, rank: Rank) -> int:
+    """All steps that are left; gives how many an interrupted run had done."""
+    num_resumed = run.resume(partial)
+    with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
+        for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
+            run.step(step)
+            if (step + 1) % save_every == 0:
+                run.keep(partial, step + 1)
+    return num_resumed
 
 
 def _settings(tuning: Tuning, samples: Sequence[Sample], model: Path, dtype: torch.dtype) -> dict[str, Any]:

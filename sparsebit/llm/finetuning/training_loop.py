@@ -1,4 +1,4 @@
-"""`Training`: adapters, their optimizer and the losses so far; one step at a time, in one process or several.
+"""`TrainingLoop`: adapters, their optimizer and the losses so far; one step at a time, in one process or several.
 
 A step has the same result in any number of processes and after any interruption: rows are planned for all steps in
 advance, and the seed of dropout depends on the step and the place of the rows alone. Subclasses override where the
@@ -33,7 +33,7 @@ from sparsebit.progress import note
 Steps = Sequence[Sequence[Sequence[int]]]
 
 
-class Training:
+class TrainingLoop:
     """The model, its optimizer, and the losses of the steps so far. Rows are split over the processes."""
 
     can_record = True  # blocks stay as they are, on one device

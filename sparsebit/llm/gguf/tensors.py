@@ -7,7 +7,7 @@ rows, so that whole rows of blocks are moved. Vectors become float32; matrices t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -97,15 +97,12 @@ def gguf_tensors(
             return None
         return _pairs(count, heads if module.endswith("q_proj") else key_heads)
 
-    packed_keys = {key for layer in source.formats for key in source.keys(layer)}
     shapes = folder.shapes()
     model_names = {file: model for model, file in reversed(list(skeleton.names.items()))}
     floats: list[tuple[str, str, str]] = []
-    known = skeleton.model.state_dict()
-    for key in folder:
-        if key not in packed_keys and model_names.get(key) in known:  # old files hold rotary frequencies too
-            module, _, suffix = model_names[key].rpartition(".")
-            floats.append((key, module, f"{known_name(module, key)}.{suffix}"))
+    for key in _float_keys(source, model_names):
+        module, _, suffix = model_names[key].rpartition(".")
+        floats.append((key, module, f"{known_name(module, key)}.{suffix}"))
     is_tied = all(name != "output.weight" for _, _, name in floats)
     found: list[GgufTensor] = []
     for key, module, name in floats:
@@ -129,6 +126,13 @@ def gguf_tensors(
         else:
             found.append(place.rounded(partial(source.read, layer), wanted))
     return with_stacked_experts(found)
+
+
+def _float_keys(source: PackedSource, model_names: Mapping[str, str]) -> list[str]:
+    """The tensors of the files that the model has and that are not packed: old files hold rotary frequencies too."""
+    packed = {key for layer in source.formats for key in source.keys(layer)}
+    known = source.skeleton.model.state_dict()
+    return [key for key in source.skeleton.folder if key not in packed and model_names.get(key) in known]
 
 
 def constant_tensor(name: str, value: Tensor) -> GgufTensor:

@@ -23,7 +23,7 @@ _CHARSMAP, _DUMMY_PREFIX, _REMOVE_WHITESPACE = 2, 3, 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """A token: its text, in which ▁ is a space, its score (the highest is merged first), and its type."""
 
     text: str
@@ -35,7 +35,7 @@ class Piece:
 class SentencePieceFile:
     """`kind`: "bpe", "unigram", "word" or "char". `changes_text`: characters are replaced, or spaces removed, first."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenPiece, ...]
     kind: str
     changes_text: bool
     adds_space: bool
@@ -66,9 +66,9 @@ def read_sentencepiece(path: Path) -> SentencePieceFile:
     return SentencePieceFile(pieces, _KINDS.get(kind, str(kind)), changes, bool(normalizer.get(_DUMMY_PREFIX, 1)))
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> TokenPiece:
     found = dict(_fields(data))
-    return Piece(found[_TEXT].decode() if _TEXT in found else "", found.get(_SCORE, 0.0), found.get(_TYPE, NORMAL))
+    return TokenPiece(found[_TEXT].decode() if _TEXT in found else "", found.get(_SCORE, 0.0), found.get(_TYPE, NORMAL))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.blocks.training import ParameterGroup, Training, mean_distance, squared_error, train_block
+from sparsebit.execution.blocks.training import BlockTraining, ParameterGroup, mean_distance, squared_error, train_block
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.architectures import linears
 from sparsebit.llm.quantizing.block_walk import BlockWalk
@@ -104,7 +104,7 @@ def learn_rounding(
     layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
     data = _WalkData(walk, block, name)
     # Half of the samples of a batch of the walk: twice the steps for the same time.
-    training = Training(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
+    training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
     before = mean_distance(data, squared_error)
     with _computing_with(block, layers), torch.enable_grad():
         groups = [group for layer in layers.values() for group in layer.groups(1 / steps)]

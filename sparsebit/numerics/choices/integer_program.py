@@ -49,8 +49,8 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The option of each item. `cost`: the sum of their costs. `bound`: a proven lower bound of every choice's cost.
+class Solution:
+    """The option of each item. `cost`: the sum of their costs. `bound`: no choice costs less, as the solver proved.
 
     `spent`: the used amount of each budget.
     """
@@ -74,7 +74,7 @@ def choose(
     forbidden: Mapping[Pair, Iterable[tuple[int, int]]] | None = None,
     gap: float = 0.0,
     time_limit: float = 60.0,
-) -> Choice:
+) -> Solution:
     """The cheapest option of each item, within all budgets.
 
     `costs[item][option]`: infinity for an option that the item must not take. `ties`: items that must take the same
@@ -96,7 +96,7 @@ def choose(
         raise BudgetError(_why_not(program, budgets, time_limit))
     options, bound = found
     cost = math.fsum(row[options[item]] for item, row in costs.items())
-    return Choice(options, cost, min(bound, cost), {budget.name: budget.spent(options) for budget in budgets})
+    return Solution(options, cost, min(bound, cost), {budget.name: budget.spent(options) for budget in budgets})
 
 
 class _Program:

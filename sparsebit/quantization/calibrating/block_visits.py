@@ -27,6 +27,7 @@ from sparsebit.execution.image_views import has_images, view_of, with_views
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.region import Region
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
+from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.calibrating.float_values import warn_if_lost
 from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched_on
 from sparsebit.quantization.faithful.simulation import SimulatedModel
@@ -85,24 +86,12 @@ def visit_blocks(
     float_parameters.drop_outdated(root.graph_module)
     settings = str(qmodel.config.to_dict()) + float_parameters.checksum()
 
-    def keeping_visit(data: BlockData) -> None:
-        with float_parameters.keeping(data.block):
-            visit(data)
-
-    def keeping_load(block: Block, state: dict[str, Tensor]) -> None:
-        with float_parameters.keeping(block):
-            load_block_state(block, state)
-
-    @contextlib.contextmanager
-    def in_float(block: Block) -> Iterator[None]:
-        with as_float(block), float_parameters.original(block):
-            yield
-
+    floats = _FloatBlocks(float_parameters, visit)
     wanted = _blocks(root.graph_module, blocks)
-    kept = None if resume is None else Resume(resume, block_state, keeping_load, settings)
+    kept = None if resume is None else Resume(resume, block_state, floats.load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
     with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
-        split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, in_float), hold_out)
+        split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, floats.original), hold_out)
         if views > 1:
             split = _with_views(split, views, inputs.get(0))
         pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
@@ -111,15 +100,35 @@ def visit_blocks(
             return view_of(pieces[index], inputs.get(pieces[index].batch), seed)
 
         if prepare is not None:
-            prepare(FloatRun(root.graph_module, wanted, len(pieces), inputs_of, in_float))
+            prepare(FloatRun(root.graph_module, wanted, len(pieces), inputs_of, floats.original))
         run_blocks(
-            *(root.graph_module, wanted, len(pieces), inputs_of, keeping_visit),
-            as_float=in_float,
+            *(root.graph_module, wanted, len(pieces), inputs_of, floats.visit),
+            as_float=floats.original,
             store=store,
             resume=kept,
             num_held=held if any(gather(held)) else None,
         )
     make_room_for_biases(qmodel.model)
+
+
+class _FloatBlocks:
+    """The blocks of one run in float, and visits that keep what the float model needs of them."""
+
+    def __init__(self, float_parameters: FloatParameters, visit: Visit) -> None:
+        self._parameters, self._visit = float_parameters, visit
+
+    def visit(self, data: BlockData) -> None:
+        with self._parameters.keeping(data.block):
+            self._visit(data)
+
+    def load(self, block: Block, state: dict[str, Tensor]) -> None:
+        with self._parameters.keeping(block):
+            load_block_state(block, state)
+
+    @contextlib.contextmanager
+    def original(self, block: Block) -> Iterator[None]:
+        with as_float(block), self._parameters.original(block):
+            yield
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`Calibration`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them."""
+"""`Calibrator`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparsebit.quantization.faithful.simulation import SimulatedModel, shown
 log = logging.getLogger(__name__)
 
 
-class Calibration:
+class Calibrator:
     """Between `prepare` and `calc_qparams` there is a `runner`, which observes every forward."""
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:

@@ -19,7 +19,7 @@ from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss, Method, Sensitivity, require_sites
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
-from sparsebit.quantization.mixed_precision.site_facts import ModelFacts, facts_of
+from sparsebit.quantization.mixed_precision.site_facts import SearchedSites, facts_of
 from sparsebit.quantization.model.quant_model import QuantModel
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
@@ -164,8 +164,13 @@ class _Options:
     def scores(self, qmodel: QuantModel, data: Any) -> Sensitivity:
         if self.sensitivity is not None:
             return self.sensitivity
-        bits = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        return measure(qmodel, data, method=self.method, loss=self.loss, **bits)
+        return measure(
+            *(qmodel, data),
+            method=self.method,
+            weight_bits=self.weight_bits,
+            activation_bits=self.activation_bits,
+            loss=self.loss,
+        )
 
 
 def _searched(qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], options: _Options) -> list[BitSearch]:
@@ -208,7 +213,7 @@ def _tell_without_scores(scores: Sensitivity) -> None:
 class _Program:
     """What the integer programs of all wishes have in common."""
 
-    facts: ModelFacts
+    facts: SearchedSites
     scores: Sensitivity
     ties: Sequence[Sequence[str]]
     other_bytes: int
@@ -262,7 +267,7 @@ def _check_names(wish: Budgets) -> None:
 def _site_budget(
     name: str,
     limit: float,
-    facts: ModelFacts,
+    facts: SearchedSites,
     own: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
     other_bytes: int,
@@ -287,7 +292,7 @@ def _site_budget(
     return replace(made, limit=limit * _program_budget(made, lists).spent({**_places(own, lists), _REST: 0}))
 
 
-def _weight_costs(facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> dict[str, dict[int, float]]:
+def _weight_costs(facts: SearchedSites, lists: Mapping[str, Sequence[int]]) -> dict[str, dict[int, float]]:
     """Bytes; a weight that several sites read counts once."""
     costs: dict[str, dict[int, float]] = {}
     counted: set[int] = set()
@@ -299,7 +304,7 @@ def _weight_costs(facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> dict
     return costs
 
 
-def _bops(limit: float, facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> SiteBudget:
+def _bops(limit: float, facts: SearchedSites, lists: Mapping[str, Sequence[int]]) -> SiteBudget:
     costs: dict[str, dict[int, float]] = {}
     pairs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     fixed = 0.0
@@ -345,7 +350,7 @@ def _places(bits: Mapping[str, int], lists: Mapping[str, Sequence[int]]) -> dict
     return {site: lists[site].index(count) for site, count in bits.items()}
 
 
-def _other_bytes(qmodel: QuantModel, facts: ModelFacts) -> int:
+def _other_bytes(qmodel: QuantModel, facts: SearchedSites) -> int:
     """The bytes of all parameters without a site: biases, norms, float weights."""
     own = {site: qmodel.plan[site].spec.bits for site in facts.sites}
     packed = _weight_costs(facts, {site: [bits] for site, bits in own.items()})
@@ -356,7 +361,7 @@ def _other_bytes(qmodel: QuantModel, facts: ModelFacts) -> int:
 # --- ties
 
 
-def _ties(facts: ModelFacts, backend: str) -> list[tuple[str, ...]]:
+def _ties(facts: SearchedSites, backend: str) -> list[tuple[str, ...]]:
     groups: dict[tuple[bool, object], list[str]] = {}
     for site, fact in facts.sites.items():
         for layer in fact.layers:
@@ -367,7 +372,7 @@ def _ties(facts: ModelFacts, backend: str) -> list[tuple[str, ...]]:
     return [*found, *(() if backend == "virtual" else facts.siblings)]
 
 
-def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: ModelFacts) -> list[list[str]]:
+def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: SearchedSites) -> list[list[str]]:
     """The sites of each tie; weights and activations separately."""
     found: list[list[str]] = []
     for globs in ties:
@@ -384,7 +389,7 @@ def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: Model
 # --- the config
 
 
-def _config(qmodel: QuantModel, bits: Mapping[str, int], facts: ModelFacts) -> QuantConfig:
+def _config(qmodel: QuantModel, bits: Mapping[str, int], facts: SearchedSites) -> QuantConfig:
     layers: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for site, count in bits.items():
         fact = facts.sites[site]

@@ -21,7 +21,7 @@ from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import as_call, num_samples, require_repeatable, to_device
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import track
-from sparsebit.quantization.calibrating.float_values import in_float
+from sparsebit.quantization.calibrating.float_values import in_float, warn_if_lost
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
 from sparsebit.quantization.mixed_precision.sensitivity_math import (
     divergence,
@@ -125,39 +125,20 @@ def sensitivity(
     >>> sensitivity(qmodel, batches, weight_bits=(2, 4, 8))  # doctest: +SKIP
     Sensitivity(method='gradient', num_samples=256, scores={'conv1.weight': {2: 0.31, 4: 0.012, 8: 3e-05}, ...
     """
-    if method not in ("gradient", "sqnr", "kl"):
-        raise ConfigError(f"sensitivity(method={method!r}): allowed: gradient, sqnr, kl")
-    if outputs not in ("auto", "scores", "values"):
-        raise ConfigError(f"sensitivity(outputs={outputs!r}): allowed: auto, scores, values")
-    if not temperature > 0:
-        raise ConfigError(f"sensitivity(temperature={temperature}): allowed: numbers above 0")
-    if loss is not None and method != "gradient":
-        raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
+    _check(method, outputs, temperature, loss)
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
     if activation_bits:  # their ranges need a separate pass
         require_repeatable(data, "sensitivity() and the ranges of activations")
     start = time.monotonic()
-    own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
-    live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]
-    if not live or not all(own[site].is_calibrated for site in live):
-        raise CalibrationError("sensitivity() needs a calibrated model; call calc_qparams() first")
-    wanted = {
-        site: _bits(weight_bits if own[site].target == "weight" else activation_bits, own[site].spec.bits)
-        for site in live
-    }
+    wanted = _wanted_bits(qmodel, weight_bits, activation_bits)
 
     def calls() -> Iterator[Any]:
         for batch in data:
             args, kwargs = as_call(batch, qmodel.original)
             yield to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
-    if qmodel.float_values_are_lost:
-        log.warning(
-            "sensitivity(): algorithms changed weights of this model before it was saved or pickled: the float model's "
-            "values are not in what was saved, and the scores are of rounding the changed weights again. Start from "
-            "the float model"
-        )
+    warn_if_lost(qmodel, "the scores are of rounding the changed weights again")
     with in_float(qmodel), _in_float(qmodel):
         found = candidates_of(qmodel.model, qmodel.plan, wanted, calls())
         run = _Run(qmodel, found, outputs, temperature)
@@ -174,6 +155,31 @@ def sensitivity(
     scores = run.scores()
     _need_finite(scores)
     return Sensitivity(method, run.num_samples, scores, time.monotonic() - start)
+
+
+def _check(method: Method, outputs: Outputs, temperature: float, loss: Loss | None) -> None:
+    if method not in ("gradient", "sqnr", "kl"):
+        raise ConfigError(f"sensitivity(method={method!r}): allowed: gradient, sqnr, kl")
+    if outputs not in ("auto", "scores", "values"):
+        raise ConfigError(f"sensitivity(outputs={outputs!r}): allowed: auto, scores, values")
+    if not temperature > 0:
+        raise ConfigError(f"sensitivity(temperature={temperature}): allowed: numbers above 0")
+    if loss is not None and method != "gradient":
+        raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
+
+
+def _wanted_bits(
+    qmodel: QuantModel, weight_bits: Sequence[int], activation_bits: Sequence[int]
+) -> dict[str, list[int]]:
+    """The numbers of bits that are tried at each site."""
+    own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
+    live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]
+    if not live or not all(own[site].is_calibrated for site in live):
+        raise CalibrationError("sensitivity() needs a calibrated model; call calc_qparams() first")
+    return {
+        site: _bits(weight_bits if own[site].target == "weight" else activation_bits, own[site].spec.bits)
+        for site in live
+    }
 
 
 def _need_finite(scores: Mapping[str, Mapping[int, float]]) -> None:
@@ -218,64 +224,23 @@ class _Run:
     # --- all sites in one backward pass
 
     def backward(self, call: Any, generator: torch.Generator, loss: tuple[Loss, Any] | None) -> None:
-        found: dict[tuple[str, int], Tensor] = {}
-        leaves: list[Tensor] = []
-        count = 0  # number of samples; known before the first gradient
-
-        def note(site: str, bits: int, gradient: Tensor, error: Tensor) -> None:
-            product = products(gradient, error, count)
-            found[site, bits] = found[site, bits] + product if (site, bits) in found else product
-
-        def watched(output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
-            """The tensor that replaces `output`, with a callback for the time when its gradient is known."""
-            leaf = output if output.requires_grad else output.detach().requires_grad_()
-            if leaf is not output:
-                leaves.append(leaf)
-
-            @torch.no_grad()
-            def measure(gradient: Tensor) -> None:
-                for bits in self.candidates[site]:
-                    note(site, bits, gradient, error_of(site, bits))
-
-            # A view: other readers of the same tensor are not the site's. A copy of a leaf: it may be written into.
-            onward = leaf.clone() if leaf is not output else output.view_as(output)
-            onward.register_hook(measure)
-            return onward
-
-        def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if not isinstance(output, Tensor) or not output.is_floating_point():
-                return None
-            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            before, bias = output.detach(), layer.stored_bias()
-
-            def error(site: str, bits: int) -> Tensor:
-                changed: Tensor = forward_with(layer.op, self.weights[site][bits], bias, args, kwargs)
-                return changed - before
-
-            return watched(output, error, layer.weight_quantizer.name)
-
-        def of_quantizer(quantizer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(output, Tensor) or not output.is_floating_point() or output.layout is not torch.strided:
-                return None
-            x = output.detach()
-            return watched(output, lambda site, bits: quantized(self.candidates[site][bits], x) - x, quantizer.name)
-
+        watch = _Watch(self)
         with contextlib.ExitStack() as stack:
             for layer in self.layers.values():
-                stack.callback(layer.register_forward_hook(of_layer, with_kwargs=True).remove)
+                stack.callback(layer.register_forward_hook(watch.layer, with_kwargs=True).remove)
             for quantizer in self.quantizers.values():
-                stack.callback(quantizer.register_forward_hook(of_quantizer).remove)
+                stack.callback(quantizer.register_forward_hook(watch.quantizer).remove)
             with torch.enable_grad():
                 output = self.qmodel(*call[0], **call[1])
-                count = num_samples(call, output)
+                count = watch.count = num_samples(call, output)
                 target = self._target(output, generator) if loss is None else _mean_loss(*loss, output) * count
-                if not leaves or not target.requires_grad:
+                if not watch.leaves or not target.requires_grad:
                     raise CalibrationError(
                         "no gradient reaches the quantized tensors (the model's own code runs without gradients); use "
                         'method="sqnr" or "kl"'
                     )
-                torch.autograd.grad(target, leaves, allow_unused=True)
-        for (site, bits), product in found.items():
+                torch.autograd.grad(target, watch.leaves, allow_unused=True)
+        for (site, bits), product in watch.found.items():
             self.sums[site][bits] += 0.5 * float(product.double().square().sum())
         self.num_samples += count
         self.num_batches += 1
@@ -349,6 +314,54 @@ class _Run:
             yield
         finally:
             handle.remove()
+
+
+class _Watch:
+    """Forward hooks of one forward and backward pass: the products of errors and gradients of each site.
+
+    `count`: of samples; it is set before the first gradient is known.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self.run, self.count = run, 0
+        self.found: dict[tuple[str, int], Tensor] = {}
+        self.leaves: list[Tensor] = []
+
+    def layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        before, bias = output.detach(), layer.stored_bias()
+
+        def error(site: str, bits: int) -> Tensor:
+            changed: Tensor = forward_with(layer.op, self.run.weights[site][bits], bias, args, kwargs)
+            return changed - before
+
+        return self._watched(output, error, layer.weight_quantizer.name)
+
+    def quantizer(self, quantizer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.layout is not torch.strided:
+            return None
+        x, candidates = output.detach(), self.run.candidates
+        return self._watched(output, lambda site, bits: quantized(candidates[site][bits], x) - x, quantizer.name)
+
+    def _watched(self, output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
+        """The tensor in whose place `output` goes on, with what is to be done when its gradient is known."""
+        leaf = output if output.requires_grad else output.detach().requires_grad_()
+        if leaf is not output:
+            self.leaves.append(leaf)
+
+        @torch.no_grad()
+        def measure(gradient: Tensor) -> None:
+            for bits in self.run.candidates[site]:
+                product = products(gradient, error_of(site, bits), self.count)
+                known = self.found.get((site, bits))
+                self.found[site, bits] = product if known is None else known + product
+
+        # A view: other readers of the same tensor are not the site's. A copy of a leaf: it may be written into.
+        onward = leaf.clone() if leaf is not output else output.view_as(output)
+        onward.register_hook(measure)
+        return onward
 
 
 @contextlib.contextmanager

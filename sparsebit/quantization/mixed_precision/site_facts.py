@@ -40,7 +40,7 @@ class SiteFacts:
 
 
 @dataclass(frozen=True)
-class Product:
+class LayerProduct:
     """The multiplications of one call of a layer for one sample. `weight`, `activation`: sites, or None in float."""
 
     layer: str
@@ -50,16 +50,16 @@ class Product:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class SearchedSites:
     """`siblings`: weight sites of layers of one kind that read one tensor, as q, k and v do."""
 
     sites: dict[str, SiteFacts]
-    products: tuple[Product, ...]
+    products: tuple[LayerProduct, ...]
     siblings: tuple[tuple[str, ...], ...]
 
 
 @torch.no_grad()
-def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
+def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> SearchedSites:
     """The facts of a built model; `run(*args, **kwargs)` of one call shows the shapes."""
     quantizers = {m.name: m for m in model.modules() if isinstance(m, Quantizer) and not m.fake_fused}
     layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
@@ -96,7 +96,7 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
             None if weight is None else id(weight),
         )
     products = tuple(product for layer in layers for product in _products(layer, sites, readers.inputs, outputs))
-    return ModelFacts(sites, products, _siblings(layers, readers.inputs, sites))
+    return SearchedSites(sites, products, _siblings(layers, readers.inputs, sites))
 
 
 @dataclass
@@ -178,7 +178,7 @@ def _shapes(
 
 def _products(
     layer: WeightedQuantOpr, sites: dict[str, SiteFacts], inputs: dict[str, list[str]], outputs: _Calls
-) -> Iterator[Product]:
+) -> Iterator[LayerProduct]:
     """The products of a layer, one for each call."""
     name = split_site(layer.weight_quantizer.name)[0]
     weight = layer.weight_quantizer.name if layer.weight_quantizer.name in sites else None
@@ -191,7 +191,7 @@ def _products(
     for number, (x, y) in enumerate(outputs.get(id(layer), ())):
         activation = read[number % len(read)]  # a graph that is called again reads the same quantizers
         count = (x if is_transposed else y).numel() * per_element
-        yield Product(name, weight, activation if activation in sites else None, count)
+        yield LayerProduct(name, weight, activation if activation in sites else None, count)
 
 
 def _siblings(

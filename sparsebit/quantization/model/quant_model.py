@@ -26,7 +26,7 @@ from sparsebit.graph.nodes.example import GuardError
 from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
-from sparsebit.quantization.calibrating.calibration import Calibration
+from sparsebit.quantization.calibrating.calibration import Calibrator
 from sparsebit.quantization.exporting import export, export_checks
 from sparsebit.quantization.faithful import gradient_check
 from sparsebit.quantization.faithful.first_calls import FirstCalls
@@ -54,7 +54,7 @@ class QuantModel(SimulatedModel):
 
     proof: Proof
     first_calls: FirstCalls
-    calibration: Calibration
+    calibration: Calibrator
     qat: Training
     # The `PlacementProfile` of its placement; None: the backend's default. A saved model contains the plan.
     placement: Any = None
@@ -93,7 +93,7 @@ class QuantModel(SimulatedModel):
         """Make the parts, and build. The parts are plain objects, not child modules, and are copied with the model."""
         self.proof = Proof(self)
         self.first_calls = FirstCalls(self, self.proof)
-        self.calibration = Calibration(self, self.proof)
+        self.calibration = Calibrator(self, self.proof)
         self.qat = Training(self)
         super()._set_up(*args, **kwargs)
 

@@ -30,7 +30,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Rule:
+class GapRule:
     """Values of at least `2^least` are a mask's numbers if no value lies in `gap` or more powers of two below them."""
 
     least: int
@@ -38,10 +38,10 @@ class Rule:
 
 
 # 4,096, and 256 times all others. Massive activations reach some thousands, at most a hundred times the next values.
-ANYWHERE = Rule(12, 8)
-# Before a softmax, a value that is 32 below the others becomes zero, and a step of 1/8 is 12 %. A mask may
+ANYWHERE = GapRule(12, 8)
+# In front of a softmax a value that is 32 below the others is zero behind it, and a step of 1/8 is 12 %. A mask may
 # use -100 there, and float costs nothing: no runtime computes a softmax in integers.
-BEFORE_SOFTMAX = Rule(5, 2)
+BEFORE_SOFTMAX = GapRule(5, 2)
 
 
 class Magnitudes:
@@ -70,7 +70,7 @@ class Magnitudes:
     def merge(self, other: Magnitudes) -> None:
         self.present |= other.present
 
-    def apart(self, rule: Rule) -> Apart | None:
+    def apart(self, rule: GapRule) -> Apart | None:
         """The numbers that the rule separates; None if there are none."""
         exponents = [int(place) + _LOWEST_EXPONENT for place in self.present.nonzero().flatten()]
         for low, high in zip([None, *exponents], exponents, strict=False):

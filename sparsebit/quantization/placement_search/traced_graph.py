@@ -46,8 +46,8 @@ _WEIGHTED = ("convolution", "depthwise convolution", "linear")
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One op and the ops fused into it. `layer`: the layer whose weight it reads; empty for an op without one.
+class FusedUnit:
+    """One op and what is fused into it. `layer`: whose weight it reads; empty for an op without one.
 
     `can_be_integer`: all its inputs are quantized and, except for a linear layer, also its result.
     """
@@ -201,7 +201,7 @@ class _Parts:
         producer = value.producer()
         return value not in self.graph.inputs and (producer is None or producer not in self.moving)
 
-    def units(self, links: tuple[Link, ...]) -> Iterator[Unit]:
+    def units(self, links: tuple[Link, ...]) -> Iterator[FusedUnit]:
         reads: dict[int, list[Link]] = defaultdict(list)
         writes: dict[int, list[Link]] = defaultdict(list)
         for link in links:
@@ -213,7 +213,7 @@ class _Parts:
             kind = self._kind(head)
             is_read = bool(reads[place]) and all(link.sites for link in reads[place])
             is_written = kind == "linear" or all(link.sites for link in writes[place])
-            yield Unit(
+            yield FusedUnit(
                 nodes=tuple(str(node.name) for node in nodes),
                 kind=kind,
                 layer=next((split_site(tag)[0] for tag in weights), ""),

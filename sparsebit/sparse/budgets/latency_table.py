@@ -44,7 +44,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Latency:
+class LatencyShare:
     """The time of the smaller model in the runtime, as a share of the dense one's, both as float files.
 
     `asked`: the budget. `ratio`: as measured. `predicted`: by the sum of measured regions. `tries`: how many smaller

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call, num_samples
-from sparsebit.numerics.choices.integer_program import Budget, Choice, choose
+from sparsebit.numerics.choices.integer_program import Budget, Solution, choose
 from sparsebit.sparse.budgets.latency_table import Clock, Curve, at_share
 from sparsebit.sparse.channels.groups import Group, Unit
 
@@ -102,8 +102,8 @@ def choose_options(
     counts: Mapping[str, Sequence[int]],
     weights: Iterable[LayerWeight],
     limits: Mapping[str, float],
-) -> Choice:
-    """The cheapest options whose weights stay within the limits, which are shares of the dense model's cost.
+) -> Solution:
+    """The options with the least cost whose weights stay within the limits: shares of what the dense model takes.
 
     `counts`: how many units of a group each option removes.
     """

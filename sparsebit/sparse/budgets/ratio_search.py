@@ -20,7 +20,7 @@ from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
-from sparsebit.sparse.budgets.latency_table import POINTS, Clock, Latency
+from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare
 from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
 from sparsebit.sparse.channels.groups import Group, Unit, layers_of
@@ -51,7 +51,7 @@ class RatioChoice:
     costs: Mapping[str, float]
     before: ModelSize
     after: ModelSize
-    latency: Latency | None = None
+    latency: LatencyShare | None = None
     round_to: int = 1
 
     @property
@@ -217,9 +217,9 @@ class _Search:
         predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in self.weights) / dense
         return _Found(options, small, after, predicted)
 
-    def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, Latency]:
+    def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, LatencyShare]:
         """The choice whose smaller model was measured nearest to the time; each try corrects the next target."""
-        tried: list[tuple[_Found, Latency]] = []
+        tried: list[tuple[_Found, LatencyShare]] = []
         aim = asked
         for _ in range(_MOST_PROGRAMS):
             try:
@@ -232,7 +232,7 @@ class _Search:
             if known is not None:  # it was timed already: continue in the same direction
                 aim *= 0.98 if known.ratio > asked else 1.02
                 continue
-            tried.append((found, Latency(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
+            tried.append((found, LatencyShare(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
             if tried[-1][1].is_near or len(tried) == _MOST_TRIES:
                 break
             aim *= asked / tried[-1][1].ratio

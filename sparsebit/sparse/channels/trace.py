@@ -36,7 +36,7 @@ Survivors = Sequence[Mapping[int, Tensor]]
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedCall:
     """One operator call: its name, the module whose forward made it, and the labels of its inputs and outputs."""
 
     name: str
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LabelChoice:
     """A place where labels can be carried in several ways. Calls of one class of modules choose alike."""
 
     key: str
@@ -73,11 +73,11 @@ class Choice:
 class Trace:
     """The result of one run."""
 
-    steps: list[Step] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    steps: list[TracedCall] = field(default_factory=list)
+    choices: list[LabelChoice] = field(default_factory=list)
     error: BaseException | None = None
     # Where the run stopped: the operator that failed, its inputs' shapes, and the module.
-    pending: Step | None = None
+    pending: TracedCall | None = None
     # The module whose own code failed, where no operator did.
     failed_in: str | None = None
     outputs: list[Tensor] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _Watch(TorchDispatchMode):
             result = op(*args, **kwargs)
         except Exception:
             shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            self.trace.pending = Step(name, where, shapes)
+            self.trace.pending = TracedCall(name, where, shapes)
             raise
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         shapes = tuple(tuple(output.shape) for output in outputs)
@@ -170,7 +170,7 @@ class _Watch(TorchDispatchMode):
             kept = self.values[number] if number < len(self.values) else [{} for _ in outputs]
             self.trace.digests.append([_digest(x, dims) for x, dims in zip(outputs, kept, strict=False)])
         if self.sets is None:
-            self.trace.steps.append(Step(name, where, shapes))
+            self.trace.steps.append(TracedCall(name, where, shapes))
             return result
         groups: list[Tensor] = []
         pins: list[tuple[Callable[[Tensor, str], None], Tensor, str]] = []
@@ -191,7 +191,7 @@ class _Watch(TorchDispatchMode):
             setattr(output, _ATTRIBUTE, (self.sets.number, axes))
             if pins:
                 setattr(output, _PINS, (self.sets.number, pins))
-        self.trace.steps.append(Step(name, where, shapes, inputs, carried, groups[0] if groups else None))
+        self.trace.steps.append(TracedCall(name, where, shapes, inputs, carried, groups[0] if groups else None))
         return result
 
     def _note_use(self, name: str, arguments: Any, outputs: list[Tensor]) -> None:
@@ -220,7 +220,7 @@ class _Watch(TorchDispatchMode):
 
     def choose(self, kind: str, num_options: int, labels: Tensor) -> int:
         key = f"{kind} {self.paths.number(kind)} of {type(self.paths.module).__qualname__}"
-        self.trace.choices.append(Choice(key, num_options, labels))
+        self.trace.choices.append(LabelChoice(key, num_options, labels))
         return self.options.get(key, 0) % num_options
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from sparsebit.sparse.channels.groups import Group, Unit, grouped
 from sparsebit.sparse.channels.labels import LabelSets
 from sparsebit.sparse.channels.spread_layers import can_spread
-from sparsebit.sparse.channels.trace import Step
+from sparsebit.sparse.channels.trace import TracedCall
 
 Axis = tuple[str, int]
 
@@ -42,7 +42,7 @@ class WideGroups:
 
 def find_wide_groups(
     model: nn.Module,
-    steps: Sequence[Step],
+    steps: Sequence[TracedCall],
     sets: LabelSets,
     normalized: Iterable[tuple[Unit, str]],
     unproved: Iterable[tuple[Unit, str]],
@@ -73,7 +73,7 @@ def find_wide_groups(
 class _Layers:
     """Facts about the weights of linear layers and convolutions."""
 
-    def __init__(self, model: nn.Module, steps: Iterable[Step], sets: LabelSets) -> None:
+    def __init__(self, model: nn.Module, steps: Iterable[TracedCall], sets: LabelSets) -> None:
         called = {step.where for step in steps}
         owners: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):

@@ -21,7 +21,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.sparse.channels.groups import Group, Unit, kept_positions, positions_of
 from sparsebit.sparse.channels.labels import FIXED, LabelSets
-from sparsebit.sparse.channels.trace import ModulePaths, Step, Trace, outputs_of, watch
+from sparsebit.sparse.channels.trace import ModulePaths, Trace, TracedCall, outputs_of, watch
 from sparsebit.sparse.channels.wide_groups import WideGroups
 from sparsebit.sparse.proof.scenes import Scene
 from sparsebit.sparse.shrinking.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
@@ -57,8 +57,8 @@ class Failure:
     where: str
     reason: str
     labels: frozenset[int]
-    steps: tuple[Step, ...] = ()
-    # Set if the example agrees and another scene does not.
+    steps: tuple[TracedCall, ...] = ()
+    # Where the example agrees and another scene does not.
     scene: Scene | None = None
 
 
@@ -135,7 +135,7 @@ class Bench:
         is_alive[torch.tensor(sorted(gone - self.wide.reasons.keys()), dtype=torch.long)] = False
         return is_alive[self.sets.roots()]
 
-    def expected(self, step: Step, alive: Tensor) -> tuple[tuple[int | None, ...], ...]:
+    def expected(self, step: TracedCall, alive: Tensor) -> tuple[tuple[int | None, ...], ...]:
         """The sizes of a step's outputs after the removal; None: not known."""
         return tuple(
             tuple(_count(labels, size, alive) for labels, size in zip(axes, shape, strict=True))
@@ -236,7 +236,7 @@ class Bench:
         moves = next((count for count, step in enumerate(reversed(run.steps)) if not step.is_move), len(run.steps))
         return self._failure(position, where, reason, steps, moves)
 
-    def _failure(self, position: int, where: str, reason: str, steps: Sequence[Step], moves: int = 0) -> Failure:
+    def _failure(self, position: int, where: str, reason: str, steps: Sequence[TracedCall], moves: int = 0) -> Failure:
         found = [labels for step in steps for labels in step.labels()]
         roots = self.sets.roots(torch.cat(found)).unique().tolist() if found else []
         real = frozenset(label for label in roots if label > FIXED)
@@ -290,7 +290,7 @@ def mask_units(model: nn.Module, units: Iterable[Unit]) -> None:
                 parameters[tensor].index_fill_(dim, torch.tensor(places, device=parameters[tensor].device), 0)
 
 
-def computing(steps: Sequence[Step]) -> list[Computed]:
+def computing(steps: Sequence[TracedCall]) -> list[Computed]:
     """The steps that compute. A product and the `add` of a bias right behind it are one, as in `addmm`."""
     found: list[Computed] = []
     number = 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.sparse.channels.groups import Unit
 from sparsebit.sparse.channels.labels import FIXED
-from sparsebit.sparse.channels.trace import Step
+from sparsebit.sparse.channels.trace import TracedCall
 from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule
 
 _MOST_OPTIONS = 16
@@ -60,7 +60,7 @@ class _Frames:
 
     def __init__(self, bench: Bench, dead: Sequence[Unit]) -> None:
         self.alive = bench.alive({unit.label for unit in dead})
-        self.steps: dict[str, list[Step]] = {}
+        self.steps: dict[str, list[TracedCall]] = {}
         for step in bench.steps:
             self.steps.setdefault(step.where, []).append(step)
         self.found: dict[str, Sizes] = {}
@@ -70,7 +70,7 @@ class _Frames:
             self.found[path] = self._changed(self.steps.get(path, ()))
         return self.found[path]
 
-    def _changed(self, steps: Iterable[Step]) -> Sizes:
+    def _changed(self, steps: Iterable[TracedCall]) -> Sizes:
         found: Sizes = {}
         for number, step in enumerate(steps):
             tensors = [*step.outputs, *(axes for _, axes in step.inputs)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsebit.execution.blocks import samples as block_samples
 from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
-from sparsebit.execution.blocks.samples import Minibatch, Samples
+from sparsebit.execution.blocks.samples import BlockSamples, Minibatch
 from sparsebit.graph.capture import capture
 from sparsebit.graph.values.nested import tensors_of
 
@@ -33,7 +33,7 @@ def drawn(model: nn.Module, batches: list[Tensor], size: int, count: int) -> tup
     modes: list[str] = []
 
     def look(data: BlockData) -> None:
-        samples = Samples(data)
+        samples = BlockSamples(data)
         modes.append(samples.mode)
         stream = samples.minibatches(size, torch.Generator().manual_seed(0))
         found.extend(itertools.islice(stream, count))
@@ -128,7 +128,7 @@ def test_a_constant_that_is_as_long_as_a_batch_is_not_cut() -> None:
     found: list[Minibatch] = []
 
     def look(data: BlockData) -> None:
-        found.extend(itertools.islice(Samples(data).minibatches(3, torch.Generator().manual_seed(0)), 8))
+        found.extend(itertools.islice(BlockSamples(data).minibatches(3, torch.Generator().manual_seed(0)), 8))
 
     blocks = whole_graph(graph_module)
     run_blocks(graph_module, blocks, 2, batches.__getitem__, look, as_float=lambda block: contextlib.nullcontext())

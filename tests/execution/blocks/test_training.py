@@ -12,8 +12,8 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.blocks.training import (
+    BlockTraining,
     ParameterGroup,
-    Training,
     decayed,
     mean_distance,
     squared_error,
@@ -52,7 +52,10 @@ def test_the_output_comes_back_after_pruning() -> None:
         kept = first.weight.clone()
         layer.weight.register_hook(lambda gradient: gradient * mask)
         last = train_block(
-            data, [ParameterGroup((layer.weight, layer.bias), 0.02, "cosine")], Training(200), distance=squared_error
+            data,
+            [ParameterGroup((layer.weight, layer.bias), 0.02, "cosine")],
+            BlockTraining(200),
+            distance=squared_error,
         )
         after = mean_distance(data, squared_error)
         assert after < 0.5 * before and last == pytest.approx(after, rel=0.5)
@@ -62,7 +65,12 @@ def test_the_output_comes_back_after_pruning() -> None:
 
 
 def trained(
-    training: Training, signed: bool = False, *, rate: float = 0.01, dtype: torch.dtype = torch.float32, **options: Any
+    training: BlockTraining,
+    signed: bool = False,
+    *,
+    rate: float = 0.01,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Tensor:
     found: list[Tensor] = []
 
@@ -75,27 +83,29 @@ def trained(
     return found[0]
 
 
-@pytest.mark.parametrize("training", [Training(30, 8), Training(30, 8, float_share=0.5)], ids=["plain", "mixed inputs"])
-def test_equal_seeds_give_equal_bits(training: Training) -> None:
+@pytest.mark.parametrize(
+    "training", [BlockTraining(30, 8), BlockTraining(30, 8, float_share=0.5)], ids=["plain", "mixed inputs"]
+)
+def test_equal_seeds_give_equal_bits(training: BlockTraining) -> None:
     one = trained(training)
     torch.rand(7)  # the global random state has no part in it
     assert torch.equal(one, trained(training))
-    other = Training(training.steps, training.batch_size, seed=1, float_share=training.float_share)
+    other = BlockTraining(training.steps, training.batch_size, seed=1, float_share=training.float_share)
     assert not torch.equal(one, trained(other))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_parameters_in_half_precision_learn_as_in_float32(dtype: torch.dtype) -> None:
     """A step of 1e-4 is less than the distance between two numbers of bfloat16 near 0.1."""
-    before, after = trained(Training(1), rate=0.0), trained(Training(100), rate=2e-4)
-    found = trained(Training(100), rate=2e-4, dtype=dtype)
+    before, after = trained(BlockTraining(1), rate=0.0), trained(BlockTraining(100), rate=2e-4)
+    found = trained(BlockTraining(100), rate=2e-4, dtype=dtype)
     assert found.dtype == dtype
     assert (found.float() - after).abs().max() < 0.25 * (after - before).abs().max()
 
 
 def test_a_signed_step_is_the_rate_and_bounds_hold() -> None:
-    start = trained(Training(1, 64), signed=True) - 0.0
-    moved = trained(Training(2, 64), signed=True)
+    start = trained(BlockTraining(1, 64), signed=True) - 0.0
+    moved = trained(BlockTraining(2, 64), signed=True)
     assert (moved - start).abs().max() <= 0.01 * 1.0001 and (moved.abs() <= 0.5).all()
 
 
@@ -106,7 +116,7 @@ def test_the_penalty_and_its_progress() -> None:
         seen.append(progress)
         return None
 
-    trained(Training(4, 8), penalty=penalty)
+    trained(BlockTraining(4, 8), penalty=penalty)
     assert seen == [0.0, 0.25, 0.5, 0.75]
 
 
@@ -119,7 +129,7 @@ def test_early_stop() -> None:
 
     def visit(data: BlockData, layer: nn.Linear) -> None:
         group = ParameterGroup((layer.bias,), 0.0)  # nothing gets better
-        train_block(data, [group], Training(100, 64, patience=2), distance=squared_error, penalty=penalty)
+        train_block(data, [group], BlockTraining(100, 64, patience=2), distance=squared_error, penalty=penalty)
 
     pruned(visit)
     assert len(counted) < 60
@@ -129,7 +139,7 @@ def test_a_loss_that_is_no_number_is_an_error() -> None:
     def visit(data: BlockData, layer: nn.Linear) -> None:
         with torch.no_grad():
             layer.bias.fill_(torch.nan)
-        train_block(data, [ParameterGroup((layer.bias,), 0.1)], Training(5), distance=squared_error)
+        train_block(data, [ParameterGroup((layer.bias,), 0.1)], BlockTraining(5), distance=squared_error)
 
     with pytest.raises(CalibrationError, match="loss is nan before anything is learned"):
         pruned(visit)
@@ -152,7 +162,7 @@ def test_rates_fall() -> None:
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Training(**options)
+        BlockTraining(**options)
 
 
 def test_weights_of_the_elements() -> None:

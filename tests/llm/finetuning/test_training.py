@@ -99,7 +99,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path: Path, monkeyp
     model, data = packed_model(tmp_path), instructions(tmp_path)
     whole = finetune(model, data, tmp_path / "whole", TUNING)
     number = len(whole.losses)
-    original = training_loop.Training.step
+    original = training_loop.TrainingLoop.step
 
     def dying(self: Any, step: int) -> None:
         if step == number - 1:
@@ -107,7 +107,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path: Path, monkeyp
         original(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_loop.Training, "step", dying)
+        patch.setattr(training_loop.TrainingLoop, "step", dying)
         with pytest.raises(Killed):
             finetune(model, data, tmp_path / "parted", TUNING, save_every=2)
     states = sorted((tmp_path / "parted.partial").glob("step-*"))

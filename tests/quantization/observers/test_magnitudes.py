@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebit.quantization.observers.magnitudes import ANYWHERE, BEFORE_SOFTMAX, Magnitudes, Rule
+from sparsebit.quantization.observers.magnitudes import ANYWHERE, BEFORE_SOFTMAX, GapRule, Magnitudes
 
 
 def seen(*batches: Tensor) -> Magnitudes:
@@ -71,4 +71,4 @@ def test_number_types(dtype: torch.dtype) -> None:
     "x", [torch.empty(0), torch.zeros(3), torch.tensor([1.0, math.nan]), torch.tensor([-math.inf])]
 )
 def test_nothing_to_see(x: Tensor) -> None:
-    assert seen(x).apart(Rule(0, 0)) is None
+    assert seen(x).apart(GapRule(0, 0)) is None

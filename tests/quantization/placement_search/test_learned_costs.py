@@ -9,7 +9,7 @@ import pytest
 
 from sparsebit.deploy.audit.region_times import RegionTime, RegionTimes
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
-from sparsebit.quantization.placement_search.traced_graph import Link, Unit
+from sparsebit.quantization.placement_search.traced_graph import FusedUnit, Link
 
 SIZE = 1000
 
@@ -17,7 +17,7 @@ SIZE = 1000
 def chain(*links: tuple[int, int], can_be_integer: tuple[bool, ...] = (True, True, True)) -> Any:
     """Units `a`, `b`, `c`; the world outside feeds `a` and reads `c`."""
     units = tuple(
-        Unit((name,), "convolution", name, (f"{name}.weight",), can)
+        FusedUnit((name,), "convolution", name, (f"{name}.weight",), can)
         for name, can in zip("abc", can_be_integer, strict=True)
     )
     pairs = links or ((-1, 0), (0, 1), (1, 2), (2, -1))

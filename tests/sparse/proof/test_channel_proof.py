@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sparsebit.sparse.channels.trace import Step
+from sparsebit.sparse.channels.trace import TracedCall
 from sparsebit.sparse.proof.channel_proof import computing
 
 
-def steps(*names: str) -> list[Step]:
-    return [Step(name, "layer", ((2, 3),)) for name in names]
+def steps(*names: str) -> list[TracedCall]:
+    return [TracedCall(name, "layer", ((2, 3),)) for name in names]
 
 
 def test_a_product_and_its_bias_are_one_step() -> None:

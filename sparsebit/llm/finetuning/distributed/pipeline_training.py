@@ -18,12 +18,12 @@ from sparsebit.llm.finetuning.data.packing_check import check_packing
 from sparsebit.llm.finetuning.data.sample_packing import IGNORED, Batch, make_batch
 from sparsebit.llm.finetuning.distributed.pipeline_stage import PipelineStageModule
 from sparsebit.llm.finetuning.training_files import save_state, saved_steps, state_at
-from sparsebit.llm.finetuning.training_loop import Training, clip_over_processes, seed_of
+from sparsebit.llm.finetuning.training_loop import TrainingLoop, clip_over_processes, seed_of
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.process_group import Rank
 
 
-class PipelineTraining(Training):
+class PipelineTraining(TrainingLoop):
     """The stage of this process, its part of the adapters and of the optimizer."""
 
     can_record = False  # micro-batches wait for their backward, several at a time

@@ -20,13 +20,13 @@ from sparsebit.llm.finetuning.data.sample_packing import Batch, make_batch
 from sparsebit.llm.finetuning.layers.packed_lora import blocks_path
 from sparsebit.llm.finetuning.optimizers import OPTIMIZERS
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, save_state
-from sparsebit.llm.finetuning.training_loop import Training, clip_over_processes
+from sparsebit.llm.finetuning.training_loop import TrainingLoop, clip_over_processes
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.layers.quant_linear import QuantLinear
 from sparsebit.llm.process_group import Rank
 
 
-class ShardedTraining(Training):
+class ShardedTraining(TrainingLoop):
     """The share of this process: of the blocks, of the adapters in them and of the optimizer's state."""
 
     can_record = False  # the weights of a block are elsewhere in each step

@@ -66,7 +66,7 @@ class ChannelValues:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScaleLimits:
     """`is_free`: channels that may be scaled. `smallest`: the lower bound of their factor, `(channels,)`."""
 
     is_free: Tensor
@@ -103,7 +103,7 @@ class SeenValues:
         """The inputs of the pair's readers, per channel; None if they were not watched."""
         return self._inputs[pair.name].merged() if pair.name in self._inputs else None
 
-    def limits(self, pair: ChannelPair, *, has_data: bool = True) -> Limits:
+    def limits(self, pair: ChannelPair, *, has_data: bool = True) -> ScaleLimits:
         """How far the channels may be scaled without any clip between the layers clipping more or less."""
         is_free, reasons = pair.is_free.clone(), []
         smallest = torch.zeros(pair.num_channels, dtype=torch.float64, device=is_free.device)
@@ -121,7 +121,7 @@ class SeenValues:
             if bool((is_clipped & is_free).any()):
                 reasons.append(f"{clip.node.name} clips {int(is_clipped.sum())} channels on the data")
             is_free &= ~is_clipped
-        return Limits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
+        return ScaleLimits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
 
 
 def _labels_of(reader: Reader) -> Tensor:

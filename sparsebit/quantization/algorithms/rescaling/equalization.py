@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import Limits, SeenValues
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
     along_inputs,
     input_sizes,
@@ -106,30 +106,36 @@ def equalize(
         absorbed: dict[str, float] = {}
 
         def change(chosen: Sequence[ChannelPair]) -> None:
+            nonlocal absorbed
             runs.restore()
             runs.apply(chosen, factors)
-            absorbed.clear()
-            absorbed.update(_absorb(runs, [pair for pair in chosen if pair in absorbs], factors, seen))
+            absorbed = _absorb(runs, [pair for pair in chosen if pair in absorbs], factors, seen)
 
         kept = {pair.name for pair in runs.keep_better(proved, change, asym=asym)}
         refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
         found = {}
         for pair in pairs:
-            is_scaled = pair.name in factors and pair.name not in refused
-            factor = factors[pair.name] if is_scaled else torch.ones(pair.num_channels, dtype=torch.float64)
-            reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
-            found[pair.name] = Equalized(
-                tuple(reader.name for reader in pair.readers),
-                pair.num_channels,
-                int((factor != 1).sum()),
-                float(torch.maximum(factor, 1 / factor).max()),
-                before[pair.name],
-                _used(pair),
-                absorbed.get(pair.name, 0.0),
-                reason,
-            )
+            name, why = pair.name, refused.get(pair.name, "")
+            factor = None if why else factors.get(name)
+            found[name] = _result(pair, factor, before[name], absorbed.get(name, 0.0), limits[name].reason, why)
     _tell(found)
     return found
+
+
+def _result(pair: ChannelPair, factor: Tensor | None, before: float, absorbed: float, *reasons: str) -> Equalized:
+    """`factor`: of each channel; None where the pair stays as it was."""
+    if factor is None:
+        factor = torch.ones(pair.num_channels, dtype=torch.float64)
+    return Equalized(
+        tuple(reader.name for reader in pair.readers),
+        pair.num_channels,
+        int((factor != 1).sum()),
+        float(torch.maximum(factor, 1 / factor).max()),
+        before,
+        _used(pair),
+        absorbed,
+        "; ".join(filter(None, (pair.reason, *reasons))),
+    )
 
 
 def _tell(found: dict[str, Equalized]) -> None:
@@ -145,7 +151,7 @@ def _tell(found: dict[str, Equalized]) -> None:
 
 @torch.no_grad()
 def _converged(
-    runs: FloatRuns, pairs: list[ChannelPair], limits: dict[str, Limits], iterations: int, largest: float
+    runs: FloatRuns, pairs: list[ChannelPair], limits: dict[str, ScaleLimits], iterations: int, largest: float
 ) -> Factors:
     """The factor of each pair after rounds over all of them, until no scale changes; the weights are restored."""
     total = {pair.name: torch.ones_like(pair.is_free, dtype=torch.float64) for pair in pairs}

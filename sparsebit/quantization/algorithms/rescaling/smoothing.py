@@ -25,7 +25,7 @@ from sparsebit.numerics.rounding.layer_matrix import drawn_positions
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader, changeable_layers
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import Limits, SeenValues
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
     Factors,
@@ -183,22 +183,37 @@ def _smooth(
     refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
     results = {}
     for pair in pairs:
-        is_scaled = pair.name in factors and pair.name not in refused
-        best, before, after = chosen.get(pair.name, (_Choice(None), 0.0, 0.0))
-        num_scaled = int((factors[pair.name] != 1).sum()) if is_scaled else 0
-        reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
-        results[pair.name] = Smoothed(
-            tuple(reader.name for reader in pair.readers),
-            pair.num_channels,
-            num_scaled,
-            best.alpha if is_scaled else None,
-            before,
-            after if is_scaled else before,
-            pair.name in inserted,
-            reason,
-            best.cap if is_scaled else 1.0,
-        )
+        name = pair.name
+        factor = None if name in refused else factors.get(name)
+        reasons = (pair.reason, limits[name].reason, refused.get(name, ""))
+        measured = chosen.get(name, (_Choice(None), 0.0, 0.0))
+        results[name] = _result(pair, factor, measured, reasons, is_inserted=name in inserted)
     return results
+
+
+def _result(
+    pair: ChannelPair,
+    factor: Tensor | None,
+    measured: tuple[_Choice, float, float],
+    reasons: Sequence[str],
+    *,
+    is_inserted: bool,
+) -> Smoothed:
+    """`factor`: of each channel; None where the pair stays as it was. `measured`: the best choice, the error without
+    it, and the error with it.
+    """
+    best, before, after = measured
+    return Smoothed(
+        tuple(reader.name for reader in pair.readers),
+        pair.num_channels,
+        0 if factor is None else int((factor != 1).sum()),
+        None if factor is None else best.alpha,
+        before,
+        before if factor is None else after,
+        is_inserted,
+        "; ".join(filter(None, reasons)),
+        1.0 if factor is None else best.cap,
+    )
 
 
 # --- the search
@@ -265,7 +280,7 @@ class _Search:
     every channel that is larger in other samples is clipped.
     """
 
-    def __init__(self, root: fx.GraphModule, pair: ChannelPair, limits: Limits, samples: _Samples) -> None:
+    def __init__(self, root: fx.GraphModule, pair: ChannelPair, limits: ScaleLimits, samples: _Samples) -> None:
         self.pair, self.limits = pair, limits
         self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
 

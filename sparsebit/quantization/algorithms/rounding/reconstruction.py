@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.blocks.training import Training, block_seed, mean_distance, squared_error, train_block
+from sparsebit.execution.blocks.training import BlockTraining, block_seed, mean_distance, squared_error, train_block
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.rounding.learned_codes import RoundingKind
@@ -94,7 +94,7 @@ class BlockReconstruction:
 @dataclass(frozen=True)
 class _Options:
     settings: Settings
-    training: Training
+    training: BlockTraining
     rates: Rates
     penalty: float
     hold_out: HoldOut
@@ -172,7 +172,7 @@ def reconstruct(
     unit: Any = settings.unit if blocks is None else blocks
     if not unit:
         raise ConfigError("reconstruct(blocks=[]): name at least one module, or leave it out")
-    training = Training(steps, batch_size, seed, float_share, patience, bf16)
+    training = BlockTraining(steps, batch_size, seed, float_share, patience, bf16)
     lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
     options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))
     sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
