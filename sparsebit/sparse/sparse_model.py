@@ -231,8 +231,8 @@ class SparseModel(MaskedModule):
         """Choose the ratio of each group such that the smaller model keeps the budgets; `calc_params` then uses them.
 
         `budgets`: `{"macs": 0.7}`, of `macs`, `bytes`, `latency`; up to 1 it is a share of the dense model, above 1 a
-        number (of MACs for one sample). `batches`: the cost of an option is the change of the model's output on them; a
-        few dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep the config's ratio. The sizes are
+        number (of MACs for one sample). `batches`: the cost of an option is the change of the model's output on the
+        first 32 samples. Groups that `SPARE` or `SPECIFIC` name keep the config's ratio. The sizes are
         those of the smaller model, counted.
 
         `round_to`: widths stay multiples of this where they were. If several are given, as `(16, 8, 1)`, the first that

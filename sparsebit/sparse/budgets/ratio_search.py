@@ -9,7 +9,7 @@ several widths (`latency_table.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
+from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
+from sparsebit.progress import track
 from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare
 from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 BUDGETS = ("macs", "bytes", LATENCY)
 CANDIDATES = (0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75)
 KERNEL_WIDTHS = (16, 8, 1)  # float kernels work in blocks of 16 channels (8 without AVX-512)
+COST_SAMPLES = 32  # a cost is an error relative to the output; more samples change it little, and take their time
 _MOST_TRIES, _MOST_PROGRAMS = 5, 12  # limits on smaller models that are timed, and on solved programs
 
 
@@ -256,15 +259,18 @@ def measured_costs(
     candidates: Mapping[str, Sequence[float]],
     batches: Sequence[Call],
 ) -> dict[str, list[float]]:
-    """For each group and ratio: the relative squared error of the model's output when it is pruned alone."""
+    """For each group and ratio: the relative squared error of the model's output when it is pruned alone, on the first
+    `COST_SAMPLES` samples.
+    """
     if not batches:
         raise CalibrationError("choose_ratios: no batch was given; give a few batches of inputs")
     trial = copy_model(model).eval()
+    batches = list(_first_samples(batches, trial))
     dense = [_outputs(trial, call) for call in batches]
     energy = sum(float(x.square().sum()) for outputs in dense for x in outputs) or 1.0
     tensors = dict(trial.named_parameters())
     found: dict[str, list[float]] = {}
-    for name, group in groups.items():
+    for name, group in track(list(groups.items()), "measuring the cost of pruning each group", fewest=5):
         before = {tensor: tensors[tensor].clone() for tensor, _ in group.axes if tensor in tensors}
         found[name] = []
         num_gone = 0
@@ -284,6 +290,16 @@ def measured_costs(
         for tensor, value in before.items():
             tensors[tensor].copy_(value)
     return found
+
+
+def _first_samples(batches: Iterable[Call], model: nn.Module) -> Iterator[Call]:
+    left = COST_SAMPLES
+    for call in batches:
+        rows = find_sample_rows(call, model)
+        yield rows.of(call, range(min(left, rows.count)))
+        left -= rows.count
+        if left <= 0:
+            return
 
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor]:

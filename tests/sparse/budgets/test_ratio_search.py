@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,17 @@ def test_channels_that_the_output_does_not_need_go_first() -> None:
     smodel = smodel_of(model, torch.randn(4, 8))
     found = smodel.choose_ratios({"macs": 0.65}, [torch.randn(32, 8)])
     assert found.ratios["0.weight"] >= 0.5 and found.ratios["2.weight"] <= 0.125
+
+
+def test_costs_are_measured_on_the_first_samples() -> None:
+    """Data beyond them change no choice and take no time: MobileNetV2 took 40 minutes on 64 images."""
+    model = Residual().eval()
+    first = torch.randn(40, *images().shape[1:])
+    few, split, more = (
+        list(itertools.chain(*smodel_of(model).ratio_options(batches).costs.values()))
+        for batches in ([first[:32]], [first[:20], first[20:]], [first[:32], *[torch.randn_like(first)] * 20])
+    )
+    assert max(few) > 0 and split == pytest.approx(few) and more == few
 
 
 def test_heads_and_spared_layers() -> None:
