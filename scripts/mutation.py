@@ -82,15 +82,15 @@ class Mutant:
 
 def mutants_of(file: str, text: str) -> list[Mutant]:
     """Every mutant of a file."""
-    lines = [0]
-    for line in text.encode().splitlines(keepends=True):
+    lines, code = [0], text.encode()
+    for line in code.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
     found = []
     for node in _code(ast.parse(text)):
         for changed in _changes(node):
             start = lines[node.lineno - 1] + node.col_offset
             end = lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-            before = text.encode()[start:end].decode()
+            before = code[start:end].decode()
             found.append(Mutant(file, node.lineno, start, end, before, f"({ast.unparse(changed)})"))
     return found
 

@@ -68,7 +68,7 @@ def resnet20(shared_data: Path) -> ResNet20:
     return ResNet20(shared_data)
 
 
-@pytest.mark.parametrize("backend", ["virtual", "tensorrt"])
+@pytest.mark.parametrize("backend", ["virtual", pytest.param("tensorrt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_no_observer_breaks_resnet20_at_eight_bits(resnet20: ResNet20, observer: str, backend: str) -> None:
     assert resnet20.agreement(resnet20.quantized(backend, observer)) >= 0.97

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsebit.cli.main import app
+from sparsebit.sparse.budgets.measured_time import MeasuredTime
 
 MODULE = "own_project"
 SOURCE = """
@@ -117,3 +118,9 @@ def sparsebit() -> Sparsebit:
         return Answer(CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments]))
 
     return run
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prune` exports and times both models at its end; tests of other things do without."""
+    monkeypatch.setattr("sparsebit.cli.verbs.prune.measured_time", lambda *_: MeasuredTime(reason="not of interest"))

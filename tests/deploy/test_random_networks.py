@@ -116,7 +116,7 @@ def quantized(seed: int, backend: str) -> tuple[QuantModel, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_the_file_computes_what_was_simulated(seed: int, backend: str, tmp_path: Path) -> None:
     qmodel, images = quantized(seed, backend)
     axes = {"x": {0: "batch"}} if seed % 2 else None

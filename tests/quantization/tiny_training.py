@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "fixed": ({}, False),
     "following": ({}, True),
 }
+# For tests that compile or export: two of them in every run, the others among the slow tests.
+SOME_WAYS = [way if way in ("lsq", "following") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 
 
 class Net(nn.Module):

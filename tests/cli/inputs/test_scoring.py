@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
 
 NET = ("-m", "own_project:Net")
+pytestmark = pytest.mark.usefixtures("untimed")
 PRUNE = ("prune", *NET, "--ratio", "0.5", "-o", "small", "--json")
 BYTES = ("quantize", *NET, "-c", "weights-only", "-o", "int8", "--json")
 MORE = """

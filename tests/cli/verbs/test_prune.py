@@ -20,6 +20,7 @@ MODEL = ("prune", "--model", "own_project:Net", "--device", "cpu", "-o", "small"
 DATA = ("--data", "own_project:batches")
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("how", [("--ratio", "0.5"), ("--ratio", "0.5", *DATA), ("--budget", "macs=0.6", *DATA)])
 def test_the_folder_rebuilds_from_the_original_class(sparsebit: Sparsebit, project: Path, how: tuple[str, ...]) -> None:
     if "--budget" in how:
@@ -47,6 +48,7 @@ def test_a_budget_of_latency_is_measured(sparsebit: Sparsebit, project: Path, mo
     assert "of the dense model's" in sparsebit(*MODEL, *DATA, "--budget", "latency=0.6").out
 
 
+@pytest.mark.usefixtures("untimed")
 def test_a_table_is_shown(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(*MODEL, "--ratio", "0.5", *DATA)
     assert answer.code == 0, answer.err
@@ -61,6 +63,7 @@ def test_the_time_of_both_models_is_measured(sparsebit: Sparsebit, project: Path
     assert time["is_faster"] == (time["ratio"] <= 0.97)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_prune_quantize_check(sparsebit: Sparsebit, project: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -76,6 +79,7 @@ def test_prune_quantize_check(sparsebit: Sparsebit, project: Path) -> None:
     assert answer.code == 0 and answer.json["before"]["parameters"] == 318 > answer.json["after"]["parameters"]
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("weights", ["small/", "small/model.safetensors"])
 def test_every_verb_takes_a_pruned_folder(
     sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch, weights: str
@@ -110,6 +114,7 @@ def test_every_verb_takes_a_pruned_folder(
     assert loaded == [Path("small")] * len(verbs)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_folders_that_do_not_fit(sparsebit: Sparsebit, project: Path) -> None:
     assert sparsebit(*MODEL, "--ratio", "0.5").code == 0
     net = ("-m", "own_project:Net")
@@ -127,6 +132,7 @@ def test_folders_that_do_not_fit(sparsebit: Sparsebit, project: Path) -> None:
     assert "model.safetensors cannot be read" in sparsebit(*int8, "-w", "small").err
 
 
+@pytest.mark.usefixtures("untimed")
 def test_configs_are_read(sparsebit: Sparsebit, project: Path) -> None:
     Path("sconfig.yaml").write_text("SPARSER: {TYPE: structed, STRATEGY: l2norm, RATIO: 0.25}\n")
     answer = sparsebit(*MODEL, "-c", "sconfig.yaml", "--json")

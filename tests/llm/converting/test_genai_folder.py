@@ -58,6 +58,7 @@ def guide_lines() -> str:
     return re.findall(r'python -c "\n(import onnxruntime_genai.*?)"\n', guide, re.DOTALL)[0]
 
 
+@pytest.mark.slow  # the package that builds the folder takes a minute
 def test_the_lines_of_the_guide_write_the_text_of_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

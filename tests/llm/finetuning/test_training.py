@@ -42,7 +42,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [3, 4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 8))])
 def test_it_learns_and_is_loaded_again(bits: int, tmp_path: Path) -> None:
     model, data = packed_model(tmp_path, bits), instructions(tmp_path)
     made = finetune(model, data, tmp_path / "adapter", replace(TUNING, num_epochs=6))

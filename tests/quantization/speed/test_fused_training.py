@@ -338,6 +338,7 @@ def test_compiled(device: str, activation: str) -> None:
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
 
 
+@pytest.mark.slow  # two minutes of compiling
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
 @pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
