@@ -1,4 +1,4 @@
-"""`as_device`: the device that a user names, if it is there."""
+"""`as_device`: the device of a given name, if it exists."""
 
 from __future__ import annotations
 

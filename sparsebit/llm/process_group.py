@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rank:
-    """One of `count` processes; `number` 0 writes files. `device`: the one that this process computes on."""
+    """One of `count` processes; `number` 0 writes files. `device`: that of this process."""
 
     number: int
     count: int
@@ -51,9 +51,9 @@ class Rank:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, other packages take the process for one without a process group.
+    """Inside, other packages see a process without a process group.
 
-    compressed-tensors exchanges tensors while a model is loaded wherever there is a group, and would wait for processes
+    compressed-tensors exchanges tensors while a model is loaded if there is a group, and would wait for processes
     that load nothing.
     """
     if not dist.is_available():
@@ -71,8 +71,8 @@ def alone() -> Iterator[None]:
 def joined(device: torch.device | str) -> Iterator[Rank]:
     """Join the other processes of torchrun (gloo on a CPU, NCCL on GPUs); alone, one process of one.
 
-    Under torchrun `cuda` is the GPU of the process's local rank. A process group that is there already is used and
-    left as it is.
+    Under torchrun `cuda` is the GPU of the process's local rank. An existing process group is used and
+    not changed.
     """
     wanted = as_device(device)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))

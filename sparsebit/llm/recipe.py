@@ -1,6 +1,6 @@
 """`Recipe` and `Calibration`: how the linear layers of a language model are quantized, and on which text.
 
-The command line makes its options of these fields, without torch: what is imported here must not import it.
+The command line creates its options from these fields without torch, so imports here must not import it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TUNE = "Method"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text a model is quantized on: `num_samples` windows of `length` tokens of `text`, drawn with `seed`.
+    """The calibration text of a model: `num_samples` windows of `length` tokens of `text`, drawn with `seed`.
 
-    `text`: one or several; as many windows are drawn from each, so that several kinds of text are mixed on purpose.
-    Files of a folder (2 to 16) count as several. `num_samples`: None, for 8 tokens for each column of the widest layer,
+    `text`: one or several; as many windows are drawn from each, so that kinds of text are mixed evenly.
+    Files of a folder (2 to 16) count as several. `num_samples`: None for 8 tokens for each column of the widest layer,
     from 32,768 to 131,072 tokens in all: 64 to 256 windows of 512.
     """
 
@@ -52,18 +52,18 @@ class Recipe:
 
     `scale_search`: scales are multiplied by the factor with the smallest error of the layer's output, judged by
     round-to-nearest ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to
-    nearest, after channels with large inputs were scaled up, where that can be folded exactly. `"autoround"`: rounding
-    and ranges are learned from there. "fp8", "mxfp4", "nvfp4": weights become floats of 8 or 4 bits; the format decides
-    bits and groups, and scales are searched for the smallest error of the weights, without text; fp8 layers round their
-    inputs too, with a scale for each token.
+    nearest, after channels with large inputs were scaled up, if that can be folded exactly. `"autoround"`: rounding
+    and ranges are learned from there. "fp8", "mxfp4", "nvfp4": weights become floats of 8 or 4 bits; the format fixes
+    bits and groups, and scales are searched for the smallest error of the weights, without text; fp8 layers also round
+    their inputs, with a scale for each token.
 
     For `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that
     files need no order); `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the
     codes in closed form; `sweeps`, how often codes are improved one by one afterwards; `input_correction`, how much of
-    the difference between quantized and float inputs the weight takes up.
+    the difference between quantized and float inputs the weight compensates for.
 
     `rotate`: hidden states are multiplied by Hadamard matrices on blocks as large as a group, folded into the weights;
-    a model whose blocks do not compute the same then is an error.
+    a model whose blocks then do not compute the same is an error.
 
     Mixed bits: with `candidate_bits` (instead of `bits`) and `average_bits`, each layer gets one of the candidates:
     the estimated rise of the loss is smallest, and the mean over all weights is at most `average_bits`.
@@ -155,17 +155,17 @@ class Recipe:
         return bool(self.candidate_bits)
 
     def with_bits(self, bits: int) -> Recipe:
-        """The recipe of a layer that got so many bits."""
+        """The recipe of a layer with this many bits."""
         return replace(self, bits=bits, candidate_bits=(), average_bits=None)
 
     def without_text(self) -> Recipe:
-        """The recipe of a layer that too little text has reached: nearest, with the smallest error of the weights."""
+        """The recipe of a layer without enough text: nearest, with the smallest error of the weights."""
         search: ScaleSearch = "none" if self.scale_search == "none" else "nearest"
         return Recipe("rtn", self.bits, self.group_size, self.symmetric, search)
 
     @property
     def needs_text(self) -> bool:
-        """Whether calibration text decides anything."""
+        """Whether calibration text has any effect."""
         if self.float_kind is not None:
             return False
         return self.method != "rtn" or self.scale_search != "none" or self.is_mixed
@@ -175,7 +175,7 @@ class Recipe:
         return self.method == "autoround" or (self.method == "gptq" and self.input_correction > 0)
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
-        """The group size of a layer of so many columns; a size that does not divide them is refused."""
+        """The group size of a layer with this many columns; a size that does not divide them is an error."""
         size = self.columns_in_group or in_features
         if in_features % size:
             near = [n for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0]

@@ -98,8 +98,9 @@ def _without_gaps(words: Tensor, bits: int, num_codes: int) -> Tensor:
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` of a model: the format of each layer by module name, and the layers that are float.
 
-    One format for all layers is said for the class `Linear`; several are said for the layers by name. Experts have one
-    format in all blocks, which one pattern says: transformers finds it by the word `experts`, and reads no zero points.
+    One format for all layers is written for the class `Linear`; several are written for the layers by name. Experts
+    have one format in all blocks, in one pattern: transformers finds it by the word `experts`, and reads no zero
+    points.
     """
     of_experts = {layer for name, layer in layers.items() if _EXPERTS.search(name)}
     if len(of_experts) > 1 or any(not layer.symmetric for layer in of_experts):
@@ -125,8 +126,8 @@ def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> di
         "config_groups": groups,
         "ignore": list(ignored),
         "kv_cache_scheme": None,
-        # transformers 5.23 reads packed zero points only where it unpacks weights while loading, and then takes all of
-        # them for one format: with several it would compute wrong logits. Earlier versions unpack at the first
+        # transformers 5.23 reads packed zero points only if it unpacks weights while loading, and then assumes one
+        # format for all of them: with several it would compute wrong logits. Earlier versions unpack at the first
         # forward in any case; vLLM ignores the key.
         **({"dequantize": True} if len(formats) == 1 and not formats[0].symmetric else {}),
     }
@@ -194,9 +195,9 @@ def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
 
 
 def _specificity(target: str, name: str) -> int | None:
-    """0, if the target is the layer's name; 1, a pattern for it; 2, its class; None, if it is not meant.
+    """0 if the target is the layer's name; 1 for a pattern that matches it; 2 for its class; None if none applies.
 
-    As in compressed-tensors the smallest decides where several groups mean a layer, then the order of the targets.
+    As in compressed-tensors, the smallest decides if several groups match a layer, then the order of the targets.
     """
     if target.startswith("re:"):
         return 1 if re.match(target.removeprefix("re:"), name) else None

@@ -1,4 +1,4 @@
-"""`FinishedBlock`: what quantization made of one block, to and from the tensors of a file."""
+"""`FinishedBlock`: the quantized form of one block, converted to and from the tensors of a file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OTHER = "other:"
 class FinishedBlock:
     """The result for a block: its packed layers by name, and `others`, its other tensors that have changed.
 
-    `tokens`: how many calibration tokens each layer of an expert has read. `scales`: how inputs were scaled. `stages`:
-    layers that read one input.
+    `tokens`: how many calibration tokens each expert layer has read. `scales`: how inputs were scaled. `stages`:
+    groups of layers that read one input.
     """
 
     layers: Mapping[str, Weight]

@@ -10,7 +10,7 @@ first:
 | `NAME.zeros` | zero point times scale, as a float | the same |
 | `NAME.bias` | zeros, where the layer has none | the same |
 
-The files have names of an early LLaMA in transformers, which are translated. The pickle is read without running code.
+The files use names of an early LLaMA in transformers, which are translated. The pickle is read without running code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RENAMED = (
     (".ffn_norm.", ".post_attention_layernorm."),
 )
 _BITS = (2, 3, 4)
-_MOST_OFF = 0.02  # of a zero point from a whole number
+_MOST_OFF = 0.02  # largest distance of a zero point from a whole number
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

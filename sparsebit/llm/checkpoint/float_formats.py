@@ -53,7 +53,7 @@ def scheme(kind: FloatKind) -> dict[str, Any]:
 
 
 def kind_of(group: Mapping[str, Any], name: str) -> FloatKind | None:
-    """The kind of a group of the config; None, if its weights are whole numbers. Others are refused."""
+    """The kind of a group of the config; None if its weights are whole numbers. Raises for others."""
     weights = group.get("weights") or {}
     if weights.get("type", "int") != "float":
         return None

@@ -2,7 +2,7 @@
 
 A layer `NAME` has `NAME.qweight (words, out)`, packed along the inputs; `NAME.scales (groups, out)` in float16;
 `NAME.qzeros (groups, words)`, packed along the outputs; `NAME.g_idx (in,)`, the group of each input. Version 1 stores
-zero points less one, so that a zero point of 0 cannot be stored: its readers would borrow from the neighbouring one.
+zero points minus one, so a zero point of 0 cannot be stored: its readers would borrow from the neighbouring one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def make_config(layers: Mapping[str, LayerFormat], version: Version) -> dict[str
 
 def read_config(config: Mapping[str, Any], packed_names: list[str]) -> tuple[dict[str, LayerFormat], Version]:
     """The format of each packed layer by its name, and the version."""
-    # `format` is the newer key; where both are given, transformers takes the older one.
+    # `format` is the newer key; if both are given, transformers uses the older one.
     name = str(config.get("checkpoint_format") or config.get("format") or _NAMES[1]).lower()
     versions: dict[str, Version] = {text: number for number, text in _NAMES.items()}
     if name not in versions:

@@ -1,4 +1,4 @@
-"""`LayerFormat`: the number format of one packed layer, as the configs of all file formats say it."""
+"""`LayerFormat`: the number format of one packed layer, as in the configs of all file formats."""
 
 from __future__ import annotations
 

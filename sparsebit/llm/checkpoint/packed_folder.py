@@ -32,7 +32,7 @@ def write_packed_folder(
 ) -> None:
     """Write config, tokenizer and shards to `target`; one block is in memory at a time.
 
-    `block_of(number)`: what was made of a block. `formats`: of all layers by module name.
+    `block_of(number)`: returns a finished block. `formats`: of all layers by module name.
     """
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(skeleton.folder.path, target)

@@ -1,4 +1,4 @@
-"""`PackedSource`: the packed layers of a model folder, whichever format its files have."""
+"""`PackedSource`: the packed layers of a model folder, independent of the format of its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Reader = Callable[[Mapping[str, Tensor], str, LayerFormat], Weight]
 
 @dataclass(frozen=True)
 class PackedSource:
-    """`formats`: of each packed layer by module name. `suffixes`: what follows a layer's name in files."""
+    """`formats`: of each packed layer by module name. `suffixes`: endings after a layer's name in the files."""
 
     skeleton: Skeleton
     formats: Mapping[str, LayerFormat]
@@ -58,7 +58,7 @@ class PackedSource:
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
     def float_layers(self) -> list[str]:
-        """The linear layers that are not packed, and what chooses the experts, which vLLM has as a layer."""
+        """The linear layers that are not packed, and the routers of experts, which are layers in vLLM."""
         linear_names = (name for name, part in self.skeleton.model.named_modules() if is_linear(part))
         return [*(name for name in linear_names if name not in self.formats), *routers(self.skeleton)]
 
@@ -73,7 +73,8 @@ class PackedSource:
     ) -> None:
         """A model folder with the shards of this one: a layer is in the file where its codes were.
 
-        `layer_tensors(layer)`: what a packed layer becomes. `changed(key, value)`: what another tensor becomes.
+        `layer_tensors(layer)`: the new tensors of a packed layer. `changed(key, value)`: the new value of another
+        tensor.
         """
         folder = self.skeleton.folder
         target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`check_weights`: damage of a float model is found before the first block, not hours later."""
+"""`check_weights`: detects damage of a float model before the first block, not hours later."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.progress import track
 
 log = logging.getLogger(__name__)
-_CHUNK = 1 << 24  # numbers that are looked at together
+_CHUNK = 1 << 24  # numbers that are checked together
 
 
 def check_weights(skeleton: Skeleton, *, scan: bool) -> None:
-    """Read the headers of all files, and refuse missing tensors and wrong shapes; `scan`: also NaN and infinity.
+    """Read the headers of all files, and raise for missing tensors and wrong shapes; `scan`: also NaN and infinity.
 
-    Matrices of zeros cause a warning: a download that stopped may leave them in a file that has its size. Files are
+    Matrices of zeros cause a warning: an interrupted download may leave them in a file of full size. Files are
     mapped, and a part of one tensor is in memory at a time.
     """
     skeleton.check_shapes()
@@ -38,7 +38,7 @@ def check_weights(skeleton: Skeleton, *, scan: bool) -> None:
 
 
 def _need_finite(folder: ModelFolder, name: str) -> bool:
-    """Whether a number is not zero; vectors, such as biases, may be."""
+    """Raise for NaN and infinity; returns whether a number is not zero (vectors, such as biases, may be all zero)."""
     part: Any = folder.part(name)
     shape = part.get_shape()
     rows = max(1, _CHUNK * shape[0] // max(1, torch.Size(shape).numel())) if shape else 1

@@ -1,1 +1,1 @@
-"""From one file format to another, and the check that the target loads it."""
+"""Converts packed models to other file formats, and checks that the target loads them."""

@@ -1,8 +1,8 @@
-"""`convert`: a packed model folder in another file format, checked before it is kept.
+"""`convert`: writes a packed model folder in another file format, and checks it before it is kept.
 
-Codes and scales stay as they are: a folder format is a row of `FORMATS`, which turns a packed weight into the tensors
-of a file, and `PackedSource.rewrite` writes the folder. GGUF and GenAI have writers of their own. Everything is made in
-a staging folder, compared with the source by `load_check.py`, and only then gets its name.
+Codes and scales do not change: a folder format is a row of `FORMATS`, which turns a packed weight into the tensors
+of a file, and `PackedSource.rewrite` writes the folder. GGUF and GenAI have separate writers. Everything is written to
+a staging folder, compared with the source by `load_check.py`, and only then renamed.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def convert(
 
     `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "onnx-genai" (a folder for ONNX Runtime GenAI) or
     "gguf"; the last is one file, and `output` ends in .gguf. `output` appears whole, after its logits were compared
-    with those of `model` (`check`): by us, and where the package for it is installed by transformers; those of a GGUF
-    file by transformers alone (by us from the weights that the package gguf reads, where transformers cannot), those of
-    ONNX by onnxruntime-genai.
+    with those of `model` (`check`): by our reader, and by transformers if the package for the format is installed; for
+    a GGUF file by transformers only (or, if it cannot read the file, by us with the weights that the package gguf
+    reads); for ONNX by onnxruntime-genai.
 
-    `gguf_type`: "exact" keeps the codes of a packed model. "Q4_K", "Q6_K" and the mix "Q4_K_M" round weights to these
-    types, of a packed model or of a float one; `check` measures how far that moves the logits.
+    `gguf_type`: "exact" keeps the codes of a packed model. "Q4_K", "Q6_K" and the mix "Q4_K_M" round the weights of a
+    packed or a float model to these types; `check` measures the resulting change of the logits.
 
     `model` may also be a checkpoint file of the first Sparsebit (pack32 or pack8); then `base` is a folder with the
     config.json and the tokenizer of its model.
@@ -142,7 +142,7 @@ def _convert(
     check: bool,
     trust_remote_code: bool,
 ) -> ConvertedModel:
-    """`convert` of a model folder; what is made lies in `staging` until it is complete."""
+    """`convert` for a model folder; results are in `staging` until they are complete."""
     mix = mix_of(gguf_type)
     original = ModelFolder(model)
     original.check_files()
@@ -226,7 +226,7 @@ def _write(target: Path, source: PackedSource, kind: _Format) -> None:
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
-    """The layers that servers fuse; those of an unknown architecture are not known without running it."""
+    """The layers that servers fuse; for an unknown architecture they are unknown without running it."""
     architecture = architecture_of(skeleton.model)
     found: list[tuple[str, ...]] = []
     for number, block in enumerate(blocks_of(skeleton.model, architecture)):

@@ -1,9 +1,9 @@
 """Writes a packed model for ONNX Runtime GenAI, by the model builder of the package onnxruntime-genai.
 
 The builder reads GPTQ files and makes a MatMulNBits node of each packed layer and a GroupQueryAttention node of each
-attention. It gets a folder of GPTQ files of its own: version 1, with zero points less one modulo 2^bits, which it adds
-again modulo 2^bits, and with scales in float32, which it does not round. The output layer, which it would
-round by itself, is kept away from it. The accuracy level is pinned to 1, products in float32; by default MatMulNBits
+attention. It gets separate GPTQ files: version 1, with zero points minus one modulo 2^bits, to which it adds one
+again modulo 2^bits, and with scales in float32, which it does not round. It does not get the output layer, which it
+would round itself. The accuracy level is fixed at 1, products in float32; by default MatMulNBits
 would round its inputs to int8 on a CPU.
 """
 
@@ -39,7 +39,7 @@ _OPTIONS = (
     "hf_token=false",
 )
 
-# Of several kinds, to compare tokenizers on.
+# Texts of several kinds, to compare tokenizers on.
 _TEXTS = ("The ship left the harbour", "It's 12,345.67%  of\n\tx = f(y);", "Ünïcödé: naïve café — 日本 हिन्दी 🙂")
 
 
@@ -54,9 +54,9 @@ def genai_package() -> Any:
 
 
 def need_architecture(config: Any) -> None:
-    """Refuse an architecture that the installed model builder does not know; it names those it knows in its code.
+    """Raise for an architecture that the installed model builder does not support, by the names in its code.
 
-    Without the package nothing is known, and nothing is refused.
+    Without the package, nothing is known and nothing raises.
     """
     package = find_spec("onnxruntime_genai")
     if package is None or package.origin is None:
@@ -106,7 +106,7 @@ def builder_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
 
 @phase("building the ONNX model")
 def run_builder(files: Path, target: Path, bits: int, *, trust_remote_code: bool = False) -> None:
-    """Make the folder `target` of the GPTQ folder `files`, in a process of its own: the builder sets global state."""
+    """Make the folder `target` from the GPTQ folder `files`, in a separate process: the builder sets global state."""
     options = [*_OPTIONS, *(["hf_remote=true"] if trust_remote_code else [])]
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(files), "-o", str(target)]
     command += ["-p", "int8" if bits == 8 else "int4", "-e", "cpu", "-c", str(files), "--extra_options", *options]
@@ -132,7 +132,7 @@ def genai_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def warn_of_tokens(folder: Path, tokenizer: Any) -> None:
-    """Warn where ONNX Runtime GenAI splits text into other tokens than `tokenizer`, the model's own."""
+    """Warn if ONNX Runtime GenAI splits text into other tokens than `tokenizer`, the model's own."""
     genai = genai_package()
     try:
         other = genai.Tokenizer(genai.Model(str(folder)))

@@ -3,7 +3,7 @@
 One function for each kind of result: `check_loading` (a quantized folder), `check_transposed` (with `Conv1D` layers),
 `check_conversion` (another folder format), `check_gguf`, `check_genai`. Each one runs our reader and the reader of the
 format's users on the same tokens in full float32, and raises if logits differ by more than `TOLERANCE` of the largest.
-Where a reader rounds weights to another type, ours are rounded so too before they are compared.
+If a reader rounds weights to another type, ours are rounded so too before they are compared.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from sparsebit.progress import phase
 
 TOLERANCE = 1e-3
 NO_CONV1D = "neither transformers nor vLLM has packed Conv1D layers"
-# What transformers needs to load a format.
+# Keys that transformers needs to load a format.
 _PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum")}
-# From this version on codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
+# From this version on, codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
 _DENSE_VERSION = (0, 18)
 
 
 @dataclass(frozen=True)
 class LoadCheck:
-    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would refuse.
+    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would reject it.
 
-    For a file that rounds weights again, ours are those of the rounded weights: `from_source` is how far they are from
-    those of the model it was made from, `weight_error` the root mean square of what rounding changed, relative to that
+    For a file with weights rounded again, ours are those of the rounded weights: `from_source` is their distance from
+    the logits of the source model, `weight_error` the root mean square of the change by rounding, relative to that
     of the weights.
     """
 
@@ -98,10 +98,10 @@ def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_
 @torch.no_grad()
 @full_float32()
 def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> float:
-    """How far the logits of transformers are from ours, relative to the largest.
+    """The distance of transformers' logits from ours, relative to the largest.
 
-    transformers unpacks experts in the type of the files, whichever type the model has: their weights are rounded to
-    it on our side too.
+    transformers unpacks experts in the type of the files, for any type of the model: on our side their weights are
+    rounded to it too.
     """
     theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
     model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -109,7 +109,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
         _round_weights(experts)
     try:
         ours = model(tokens, use_cache=False).logits
-    except (AttributeError, TypeError) as error:  # code that reads the weights of its layers itself
+    except (AttributeError, TypeError) as error:  # code that reads the weights of its layers directly
         raise DeploymentError(
             f"{type(model).__name__} does not run with packed layers ({error}); the folder is not kept"
         ) from error
@@ -152,7 +152,7 @@ def check_conversion(
 ) -> LoadCheck:
     """Load a converted folder and the one it was made from, run both on arbitrary tokens, and compare.
 
-    Where transformers can read the format here, it loads the folder too.
+    If transformers can read the format here, it loads the folder too.
     """
     tokens, expected = _arbitrary(source, trust_remote_code)
     model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -174,9 +174,9 @@ def check_conversion(
 def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_remote_code: bool = False) -> LoadCheck:
     """Load the GGUF file with transformers, and compare its logits with those of the folder it was made from.
 
-    `tensors`: what was written. Where weights were rounded again, the folder's model gets their values before it is
-    compared. For architectures that transformers does not read from GGUF files, the weights that the package gguf
-    reads are put into the model.
+    `tensors`: the written ones. If weights were rounded again, the folder's model gets their values before the
+    comparison. For architectures that transformers does not read from GGUF files, the weights read by the package gguf
+    are put into the model.
     """
     model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
     tokens = arbitrary_tokens(model)[:, : text_length(model.config)]
@@ -242,7 +242,7 @@ def _arbitrary(source: Path, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
 
 
 def arbitrary_tokens(model: Any) -> Tensor:
-    """64 tokens, the same for each call."""
+    """64 tokens, the same for every call."""
     size = int(model.config.get_text_config().vocab_size)
     return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
 
@@ -257,7 +257,7 @@ def _compare(readers: Mapping[str, float], source: Path) -> None:
 
 
 def _is_float4(folder: Path) -> bool:
-    """Whether compressed-tensors unpacks the weights to bfloat16, whichever type the model has."""
+    """Whether compressed-tensors unpacks the weights to bfloat16, for any type of the model."""
     if not (folder / "config.json").is_file():  # a GGUF file
         return False
     config = ModelFolder(folder).config.get("quantization_config") or {}
@@ -265,10 +265,10 @@ def _is_float4(folder: Path) -> bool:
 
 
 def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path, tokens: Tensor) -> float:
-    """How far the logits of transformers are from those that are expected.
+    """The distance of transformers' logits from the expected ones.
 
-    Where the config says `dequantize`, transformers 5.23 unpacks weights in the type of their scales, whichever type
-    the model has: they are compared with those of `model` with weights that are rounded so.
+    If the config has `dequantize`, transformers 5.23 unpacks weights in the type of their scales, for any type of the
+    model: the logits are compared with those of `model` after its weights are rounded so.
     """
     found = relative_difference(theirs, expected)
     config = ModelFolder(folder).config.get("quantization_config") or {}
@@ -295,7 +295,7 @@ def _plain(layer: QuantLinear | FloatLinear, weight: Tensor) -> nn.Linear:
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number that is expected; NaN if there is any."""
+    """The largest difference, relative to the largest expected number; NaN if there is any."""
     scale = expected.float().abs().max().clamp(min=1e-30)
     return float((found.float() - expected.float()).abs().max() / scale)
 
@@ -329,7 +329,7 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
 
 @contextlib.contextmanager
 def _collected_log(lines: list[str]) -> Iterator[None]:
-    """Inside, what transformers logs is put into `lines`: its errors refer to a report that it prints there."""
+    """Inside, log messages of transformers are put into `lines`: its errors refer to a report that it prints there."""
     logger, handler = logging.getLogger("transformers"), logging.Handler()
     handler.emit = lambda record: lines.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
     before = logger.handlers

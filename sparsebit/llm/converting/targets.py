@@ -1,4 +1,4 @@
-"""`recipe_for`: the number format in which a runtime stores exactly the bits that were asked for."""
+"""`recipe_for`: the number format in which a runtime stores exactly the requested bits."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ TARGETS: Mapping[str, Target] = {
 
 
 def recipe_for(target: str, **given: Any) -> Recipe:
-    """A recipe whose numbers the runtime `target` stores as they are; `given`: fields of `Recipe` that are fixed.
+    """A recipe whose numbers the runtime `target` stores without a change; `given`: fixed fields of `Recipe`.
 
-    Bits that the runtime would store in more bits, and groups or zero points that it does not have, are errors.
+    Bits that the runtime would store in more bits, and groups or zero points that it does not support, are errors.
 
     >>> recipe_for("llama.cpp", bits=4).symmetric, recipe_for("llama.cpp").group_size
     (True, 32)
     """
     if target not in TARGETS:
         raise ConfigError(f"target {target!r}: allowed: {', '.join(TARGETS)}")
-    Recipe(**given)  # refuses what is wrong for every target
+    Recipe(**given)  # raises for fields that are wrong for every target
     row = TARGETS[target]
     method = given.get("method", Recipe.method)
     if method in FLOAT_KINDS:
@@ -88,7 +88,7 @@ def recipe_for(target: str, **given: Any) -> Recipe:
 
 
 def need_model(target: str, folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Refuse a model that cannot be converted for the target, before hours of work are spent on it."""
+    """Raise for a model that cannot be converted for the target, before hours of work."""
     file_format = TARGETS[target].format
     if file_format is None:
         return

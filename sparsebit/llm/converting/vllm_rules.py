@@ -1,6 +1,6 @@
 """Which packed layers vLLM runs; `quantize` and `convert` report the others.
 
-As of vLLM 0.32 on NVIDIA GPUs with the packages it comes with: `tests/llm/test_vllm.py` runs folders in vLLM for CPUs,
+As of vLLM 0.32 on NVIDIA GPUs with its own packages: `tests/llm/test_vllm.py` runs folders in vLLM for CPUs,
 which has fewer kernels.
 """
 

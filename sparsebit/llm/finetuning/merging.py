@@ -1,8 +1,8 @@
-"""`merge`: an adapter and its model as one model, packed again or in 16 bits; an error if the update is lost.
+"""`merge`: combines an adapter and its model, packed again or in 16 bits; raises if the update is lost.
 
 Rounding may drop an update that is smaller than a step of the number format, without any sign in the weights. So the
-merged model is compared with model and adapter on the distributions of the next token (`update_loss.py`). `_updates`
-accepts plain LoRA on linear layers alone: other adapters do more than add to a weight.
+merged model is compared with the adapted model by the distributions of the next token (`update_loss.py`). `_updates`
+only accepts plain LoRA on linear layers: other adapters do more than add to a weight.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def merge(
     number format, all layers quantized by GPTQ with the text of `calibration`; "bfloat16" or "float16".
 
     Rounding to nearest drops updates that are smaller than a step of the number format. The loss is measured on
-    `windows (n, length)` of tokens, on arbitrary tokens if None: a result that loses more than `max_loss` of what the
-    adapter changes (`MergedModel.update_lost`) is an error and not kept.
+    `windows (n, length)` of tokens, on arbitrary tokens if None: a result that loses more than `max_loss` of the
+    adapter's effect (`MergedModel.update_lost`) is an error and not kept.
     """
     target = Path(output)
     if kind not in KINDS:
@@ -152,7 +152,7 @@ def _type_of_files(skeleton: Skeleton, source: PackedSource | None) -> torch.dty
 
 
 def _need_update(loss: UpdateLoss, max_loss: float, kind: str, *, is_text: bool) -> None:
-    """Refuse a merged model that has lost the update: it would be taken for the fine-tuned one."""
+    """Raise for a merged model that has lost the update, because it would be mistaken for the fine-tuned one."""
     if loss.share is None or loss.share <= max_loss:
         return
     tokens = "the text" if is_text else "arbitrary tokens; --text measures on a text, best one like the training data"
@@ -227,7 +227,7 @@ def _is_in_files(name: str, value: Tensor, skeleton: Skeleton) -> bool:
 
 
 def _is_on_files(name: str, part: Any, skeleton: Skeleton) -> bool:
-    """Whether the weight below an adapter is that of the files; a packed one is, else `load_adapter` refuses it."""
+    """Whether the weight below an adapter is that of the files; a packed one is, otherwise `load_adapter` raises."""
     weight = getattr(part.get_base_layer(), "weight", None)
     return weight is None or torch.equal(weight, skeleton.read(f"{name}.weight", weight))
 

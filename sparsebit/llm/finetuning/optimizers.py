@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, str | None] = {
 
 
 def resolve_optimizer(name: str, device: torch.device) -> str:
-    """The name behind "auto": the paged 8-bit one on a GPU where bitsandbytes is installed."""
+    """The name that "auto" selects: the paged 8-bit one on a GPU if bitsandbytes is installed."""
     if name == "auto":
         return "paged_adamw8bit" if device.type == "cuda" and find_spec("bitsandbytes") is not None else "adamw"
     if OPTIMIZERS[name] is not None and device.type != "cuda":

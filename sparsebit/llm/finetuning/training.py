@@ -2,7 +2,7 @@
 
 The training itself is `TrainingLoop` (`training_loop.py`) or one of its two subclasses, for shards and for a pipeline.
 States are kept in `OUTPUT.partial`, a `RunFolder` whose settings decide whether a run may continue; anything that
-changes the result belongs into `_settings`.
+changes the result must be in `_settings`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sparsebit.tensor_files import save_tensors
 
 log = logging.getLogger(__name__)
 RECORD = "training.json"
-_NOT_COMPARED = ("transformers_version", "_name_or_path")  # entries of config.json that decide nothing
+_NOT_COMPARED = ("transformers_version", "_name_or_path")  # entries of config.json without effect
 Parallel = Literal["ddp", "fsdp", "pipeline"]
 PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 
@@ -84,9 +84,9 @@ def finetune(
     `model`: a packed folder, or a float one. `data`: JSON lines, see `read_instructions`; only responses are learned.
     `output`: a folder that does not exist yet; it appears whole at the end. `dtype`: of activations and float weights;
     bfloat16 on a GPU, float32 on a CPU. Every `save_every` steps the state is kept in `OUTPUT.partial`, and the same
-    call goes on from there with the same result. Under torchrun, `parallel` is "ddp": the rows of each step are split
-    over the processes; "fsdp": they are too, and each process keeps a share of every block, packed weights included;
-    or "pipeline": each process has some of the blocks, and micro-batches pass through all of them (1F1B).
+    call continues from there with the same result. Under torchrun, `parallel` is "ddp": the rows of each step are split
+    over the processes; "fsdp": rows are split too, and each process keeps a share of every block, including packed
+    weights; or "pipeline": each process has some of the blocks, and micro-batches pass through all of them (1F1B).
     """
     started = time.monotonic()
     tuning = tuning or Tuning()
@@ -170,7 +170,7 @@ def _train(run: TrainingLoop, partial: Path, save_every: int, rank: Rank) -> int
 
 
 def _settings(tuning: Tuning, samples: Sequence[Sample], model: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Everything that decides the result: of the model all bytes of its weights and code, and its config."""
+    """Everything that decides the result: all bytes of the model's weights and code, its config, and the samples."""
     tokens = json.dumps([[sample.tokens, sample.is_learned] for sample in samples])
     folder = ModelFolder(model)
     config = {key: value for key, value in folder.config.items() if key not in _NOT_COMPARED}
@@ -194,7 +194,7 @@ def _write(
             peft_model.save_pretrained(str(made), safe_serialization=True, save_embedding_layers=False, **given)
         except SafetensorError as error:
             raise OSError(f"{made} cannot be written ({error}); the states of the training are kept") from None
-        if tensors is not None:  # peft writes the adapters of its own model alone: those of this stage
+        if tensors is not None:  # peft only writes the adapters of its own model: those of this stage
             whole = {name.replace(".default.", "."): value for name, value in tensors.items()}
             save_tensors(whole, made / "adapter_model.safetensors", {"format": "pt"})
         write_text(made / RECORD, json.dumps(record, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """`TrainingLoop`: adapters, their optimizer and the losses so far; one step at a time, in one process or several.
 
 A step has the same result in any number of processes and after any interruption: rows are planned for all steps in
-advance, and the seed of dropout depends on the step and the place of the rows alone. Subclasses override where the
+advance, and the seed of dropout depends only on the step and the place of the rows. Subclasses override where the
 model is (`place`), which rows a process computes (`parts_of`) and how gradients are added (`add_up`, `clip`).
 """
 
@@ -36,7 +36,7 @@ Steps = Sequence[Sequence[Sequence[int]]]
 class TrainingLoop:
     """The model, its optimizer, and the losses of the steps so far. Rows are split over the processes."""
 
-    can_record = True  # blocks stay as they are, on one device
+    can_record = True  # blocks are not changed, and are on one device
     recorder: BlockRecorder | None = None
 
     def __init__(
@@ -56,7 +56,7 @@ class TrainingLoop:
         self.model = self.peft_model.get_base_model()
         self.place()
         if tuning.packing:
-            self.check_packing()  # new adapters add nothing yet
+            self.check_packing()  # new adapters have no effect yet
         if tuning.gradient_checkpointing:
             self.checkpoint_blocks()
         self.model.train()
@@ -74,7 +74,7 @@ class TrainingLoop:
         self._loss: LossOfBatch | None = None
 
     def checkpoint_blocks(self) -> None:
-        """Compute blocks again in the backward; on a GPU, where rows are filled, as recorded graphs."""
+        """Recompute blocks in the backward; on a GPU, if rows are filled, as recorded graphs."""
         settings = {"use_reentrant": False, "preserve_rng_state": may_draw(self.model)}
         # The newer name is of transformers 5.23.
         newer = getattr(self.model, "activation_checkpointing_enable", None)
@@ -84,18 +84,18 @@ class TrainingLoop:
             self.recorder = record_blocks(self.model, shape, self.rank.device)
 
     def place(self) -> None:
-        """Bring the model with its adapters to where it is trained; here it is there already."""
+        """Move the model with its adapters to the training device; here it is there already."""
 
     def check_packing(self) -> None:
-        """Refuse packing, if the model does not keep the samples of a row apart."""
+        """Raise for packing if the model does not keep the samples of a row separate."""
         check_packing(self.model, self.samples, lambda batch: forward(self.model, batch).logits)
 
     def resume(self, folder: Path) -> int:
-        """Take up the newest state that rank 0 finds; how many steps are done."""
+        """Load the newest state that rank 0 finds; returns how many steps are done."""
         return self.continue_from(self.rank.from_first(lambda: newest_state(folder, self.optimizer)))
 
     def continue_from(self, state: TrainingState | None) -> int:
-        """Take up a state; how many steps are done."""
+        """Load a state; returns how many steps are done."""
         if state is None:
             return 0
         restore_parameters(self.parameters, state.parameters)
@@ -137,16 +137,16 @@ class TrainingLoop:
         note(f"loss {loss:.3f}")
 
     def clip(self) -> None:
-        """Scale the gradients down to the largest norm that is allowed."""
+        """Scale the gradients down to the largest allowed norm."""
         nn.utils.clip_grad_norm_(list(self.parameters.values()), self.tuning.max_grad_norm)
 
     def gradients(self, number: int) -> float:
-        """Fill the gradients of the mean loss of a learned token of the step; that mean."""
+        """Fill the gradients of the step's mean loss per learned token; returns that mean."""
         total = self.num_learned(self.steps[number])
         loss = torch.zeros((), device=self.rank.device)
         for index, whole in self.parts_of(number):
             batch = whole.to(self.rank.device)
-            # Dropout depends on the place of the rows alone, not on what ran before: a resumed run draws the same.
+            # Dropout depends only on the place of the rows, not on earlier work: a resumed run draws the same.
             torch.manual_seed(seed_of(self.tuning.seed, number, index))
             if self._loss is None:
                 self._loss = choose_loss(self.model, batch)
@@ -168,7 +168,7 @@ class TrainingLoop:
         ]
 
     def add_up(self, loss: Tensor) -> Tensor:
-        """Sum the gradients over all processes; the sum of the losses."""
+        """Sum the gradients over all processes; returns the sum of the losses."""
         return add_up(list(self.parameters.values()), loss)
 
 
@@ -203,7 +203,7 @@ def add_up(parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
 
 
 def clip_over_processes(gradients: Sequence[Tensor], largest: float, device: torch.device) -> None:
-    """Scale the gradients such that their norm, over those of all processes, is not above `largest`."""
+    """Scale the gradients so that their norm, over those of all processes, is at most `largest`."""
     total = torch.zeros((), device=device)
     for gradient in gradients:
         total += gradient.float().square().sum()

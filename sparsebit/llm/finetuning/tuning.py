@@ -1,6 +1,6 @@
 """`Tuning`: how adapters are trained; a frozen value.
 
-The command line makes its options of these fields, without torch: what is imported here must not import it.
+The command line creates its options from these fields without torch, so imports here must not import it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Tuning:
     Adapters: `rank`, `alpha` (the update is `alpha / rank * B @ A`), `dropout` of their inputs, `targets` (ends of the
     names of the layers that get one; all linear layers of the blocks without any).
 
-    Data: rows of up to `length` tokens; `packing` puts several samples into one row, and none of them sees another.
+    Data: rows of up to `length` tokens; `packing` puts several samples into one row, separate from each other.
     `chat_template`: prompts become messages of the model's template. `too_long`: "error", "cut" or "drop" samples that
     do not fit into a row. `batch_size`: rows of a step, over all processes; `micro_batch_size`: rows at once.
 
     Steps: `num_epochs`, at most `max_steps`; AdamW with `learning_rate`, which rises over the first `warmup` (a share
     of all steps) and then follows `schedule`; gradients are clipped to `max_grad_norm` (0: not). `optimizer`: "adamw",
-    "adamw8bit" or "paged_adamw8bit" of bitsandbytes; "auto" takes the paged one on a GPU where bitsandbytes is there.
-    `gradient_checkpointing`: blocks are computed again in the backward instead of keeping what is inside of them.
+    "adamw8bit" or "paged_adamw8bit" of bitsandbytes; "auto" selects the paged one on a GPU with bitsandbytes installed.
+    `gradient_checkpointing`: blocks are recomputed in the backward instead of keeping their inner values.
     """
 
     rank: int = option(16, "Of the updates.", least=1, usual="8 to 64 are usual", panel=_ADAPTER)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Below this divergence, in nats, the rounding of sums is larger than the effect of the adapter.
+# Below this divergence, in nats, rounding of sums exceeds the effect of the adapter.
 _LEAST = 1e-9
-_POSITIONS = 64  # whose distributions are in memory in float64 at a time
+_POSITIONS = 64  # positions whose distributions are in memory in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class UpdateLoss:
 
     @property
     def share(self) -> float | None:
-        """0: the merged model predicts as with the adapter; 1: it is as far off as without it. None: no effect."""
+        """0: the merged model predicts as with the adapter; 1: as without it. None: the adapter has no effect."""
         return None if self.effect < _LEAST else self.divergence / self.effect
 
 

@@ -1,1 +1,1 @@
-"""GGUF: what llama.cpp reads."""
+"""GGUF, the file format of llama.cpp."""

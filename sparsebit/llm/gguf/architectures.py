@@ -1,4 +1,4 @@
-"""Which models GGUF files are written of: a row per architecture, with what llama.cpp computes in one way alone."""
+"""The architectures of GGUF files: a row each, with the settings that llama.cpp computes in only one way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class GgufArchitecture:
     """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered.
 
     `rotary`: the types of rotary embeddings that llama.cpp computes. `is_partly_rotated`: it turns a part of each head,
-    if the file says so. `norm_offset`: what it has added to the weights of norms. `whole_every`: of so many layers the
-    last attends to the whole text, the others to a window. `activation`: the one that it computes. `has_biases`: it
-    reads those of all layers. `has_wide_heads`: the file says how wide a head is; without it, all heads together are as
-    wide as the hidden states. `fixed`: settings of the config that it does not read, with the value that it has.
+    if the file specifies it. `norm_offset`: the value added to the weights of norms. `whole_every`: of this many layers
+    the last attends to the whole text, the others to a window. `activation`: the only one that it computes.
+    `has_biases`: it reads those of all layers. `has_wide_heads`: the file contains the width of a head; otherwise all
+    heads together are as wide as the hidden states. `fixed`: settings of the config that it does not read, with the
+    value that it assumes.
 
     `has_reader`: transformers reads such files. `unread`: settings of the config that it does not read from the file.
     """
@@ -83,7 +84,7 @@ ARCHITECTURES = {
 
 
 def gguf_architecture(config: Any) -> GgufArchitecture:
-    """The row of the model; refused is what llama.cpp does not read from the file, where it is not as it has it."""
+    """The row of the model; raises for settings that llama.cpp does not read from the file and assumes otherwise."""
     row = ARCHITECTURES.get(config.model_type)
     if row is None:
         raise DeploymentError(f"GGUF files of model type {config.model_type!r}: allowed: {', '.join(ARCHITECTURES)}")
@@ -111,7 +112,7 @@ def head_width(config: Any) -> int:
 def text_length(config: Any) -> int:
     """The number of tokens of the longest text that the file is for.
 
-    Where all layers attend to the last tokens alone, a shorter one than the model's: llama.cpp would attend to all.
+    If all layers attend only to the last tokens, it is shorter than the model's: llama.cpp would attend to all.
     """
     length = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

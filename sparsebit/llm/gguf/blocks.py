@@ -1,11 +1,12 @@
 """Blocks of 32 weights as GGUF files keep them: Q4_0, Q5_0 and Q8_0.
 
 Q4_0 is a float16 scale `d` and 16 bytes, `w = (q - 8) d`; code `i` is the lower half of byte `i`, code `i + 16` the
-upper one. Q5_0 has the fifth bits of all codes in 4 bytes behind the scale, `w = (q - 16) d`. Q8_0 is a scale and 32
-signed bytes, `w = q d`. None of them has a zero point. A packed weight becomes the smallest that holds `code - zero`
-without rounding: Q4_0 for up to 3 bits and for 4 without zero points, Q5_0 for 4 with zero points, Q8_0 for 8 bits.
+upper one. Q5_0 has the fifth bits of all codes in 4 bytes after the scale, `w = (q - 16) d`. Q8_0 is a scale and 32
+signed bytes, `w = q d`. None of them has a zero point. A packed weight is stored in the smallest that can hold
+`code - zero` without rounding: Q4_0 for up to 3 bits and for 4 without zero points, Q5_0 for 4 with zero points, Q8_0
+for 8 bits.
 
-Other weights are rounded: to Q4_K and Q6_K (see `k_quant_blocks`), or to Q5_0 and Q8_0 where a row is not a
+Other weights are rounded: to Q4_K and Q6_K (see `k_quant_blocks`), or to Q5_0 and Q8_0 if a row is not a
 whole number of their blocks of 256.
 """
 
@@ -44,7 +45,7 @@ _MIDDLE = {"Q4_0": 8, "Q5_0": 16}
 
 
 def block_type(bits: int, symmetric: bool) -> BlockType:
-    """The type whose blocks hold codes of so many bits."""
+    """The type whose blocks can hold codes of this many bits."""
     if bits > 4:
         return "Q8_0"
     return "Q4_0" if symmetric or bits < 4 else "Q5_0"

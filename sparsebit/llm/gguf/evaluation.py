@@ -1,8 +1,8 @@
 """`gguf_perplexity`: the perplexity of a GGUF file as llama.cpp computes it, by the package xllamacpp.
 
-The binding has no logits of a whole text. It has hidden states: those behind the last norm, for all tokens of a window
-in one pass. The product with the output layer is computed here, in float32. One prediction is compared with that of
-llama.cpp first, since some architectures do more to their logits.
+The binding does not return logits of a whole text. It returns hidden states: those after the last norm, for all tokens
+of a window in one pass. The product with the output layer is computed here, in float32. One prediction is first
+compared with that of llama.cpp, since some architectures change their logits further.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsebit.llm.models.calibration_text import read_documents, windows
 from sparsebit.llm.running.perplexity import Perplexity, mean_perplexity
 from sparsebit.progress import track
 
-_PREFIXES = range(8, 40)  # tokens in front of the prediction that is compared
+_PREFIXES = range(8, 40)  # numbers of tokens before the compared prediction
 _NUM_COMPARED = 8
 # Log probabilities differ by a few hundredths: llama.cpp rounds the inputs of the output layer to 8 bits.
 _TOLERANCE = 0.3
@@ -54,7 +54,7 @@ def gguf_perplexity(path: Path, text: Path, length: int, num_windows: int | None
 
 
 def _output_layer(path: Path) -> tuple[Tensor, Tensor | None]:
-    """Its weight and bias, dequantized; the embeddings, where the file has no other."""
+    """Its weight and bias, dequantized; the embeddings, if the file has no other."""
     gguf = gguf_package()
     try:
         tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -111,9 +111,9 @@ def _tokens(server: Any, text: str) -> Tensor:
 
 
 def _prediction(server: Any, tokens: list[int]) -> tuple[int, dict[int, float]] | None:
-    """Log probabilities of the likeliest tokens behind a prefix of the tokens, and its length.
+    """Log probabilities of the likeliest tokens after a prefix of the tokens, and its length.
 
-    There are none where the sampled token is a part of a letter: then another prefix is taken.
+    There are none if the sampled token is a part of a letter: then another prefix is used.
     """
     for size in _PREFIXES:
         prompt = tokens[:size]

@@ -1,4 +1,4 @@
-"""Writes a model as one GGUF file, for llama.cpp and what is built on it.
+"""Writes a model as one GGUF file, for llama.cpp and the software built on it.
 
 The header (settings, tokenizer, names and sizes of all tensors) is written first, then one tensor at a time. The
 computation of llama.cpp for an architecture is a row of `architectures.py`; a model that differs from its row is an
@@ -64,7 +64,7 @@ def _add_settings(writer: Any, config: Any, row: GgufArchitecture) -> None:
 
 
 def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list[GgufTensor]:
-    """Write the model to `path`, one tensor in memory at a time, and give what was written.
+    """Write the model to `path`, one tensor in memory at a time; returns the written tensors.
 
     `mix`: the types that matrices are rounded to. None: packed layers keep their codes, in types that hold them.
     """
@@ -101,7 +101,7 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
 
 
 def _log_limits(name: str, config: Any, row: GgufArchitecture) -> None:
-    """Log what the file is not for."""
+    """Log the limits of the file."""
     length, unnamed = text_length(config), unnamed_settings(config)
     if length < config.max_position_embeddings:
         log.warning(
@@ -119,7 +119,7 @@ def _log_limits(name: str, config: Any, row: GgufArchitecture) -> None:
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
-    """`config`: as transformers has read it, in which older ways to say the same have become one."""
+    """`config`: as read by transformers, which converts older settings to their present form."""
     heads, size = int(config.num_attention_heads), head_width(config)
     writer.add_vocab_size(int(config.vocab_size))
     writer.add_context_length(text_length(config))
@@ -146,7 +146,7 @@ def _add_experts(writer: Any, config: Any) -> None:
 
 
 def _add_window(writer: Any, config: Any, row: GgufArchitecture) -> None:
-    """Which layers attend to the last tokens alone is part of an architecture in llama.cpp, not of the file."""
+    """In llama.cpp, the architecture, not the file, defines which layers only attend to the last tokens."""
     if row.whole_every == 1:
         return
     kinds = [

@@ -1,4 +1,4 @@
-"""`warn_of_growth`: warns where a GGUF file stores weights in more bits than was asked for."""
+"""`warn_of_growth`: warns if a GGUF file stores weights in more bits than were requested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODE_BITS = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6}
 
 
 def warn_of_growth(tensors: Iterable[GgufTensor], formats: Mapping[str, LayerFormat]) -> None:
-    """`formats`: of the packed layers that the file was made from. Types that were asked for by name do not count."""
+    """`formats`: of the packed layers that the file was made from. Types that were requested by name do not count."""
     exact: Counter[tuple[LayerFormat, str]] = Counter()
     replaced: Counter[str] = Counter()
     for tensor in tensors:

@@ -1,12 +1,12 @@
 """Scales, mins and codes of Q4_K and Q6_K with a small weighted error.
 
 Letters: `X (rows, blocks, groups, columns)` the weights; `I` their importance, of the same shape; `s`, `m` scale and
-min of a group as floats; `S`, `M` as the integers that are stored; `d`, `e` (`dmin` in the file) what these are
-multiplied by; `Q` the codes. The error is `sum I (value - X)^2`.
+min of a group as floats; `S`, `M` as the stored integers; `d`, `e` (`dmin` in the file) their factors; `Q` the
+codes. The error is `sum I (value - X)^2`.
 
-Each group is fitted alone: several ranges, each with the least squares for its codes. Then `d` is the best of several
-that make the largest scale of a block an integer. Then integers move by one where that lowers the error, codes follow,
-and `d` and `e` are fitted to them. Every step is kept only where the error falls.
+Each group is fitted separately: several ranges, each with the least squares for its codes. Then `d` is the best of
+several that make the largest scale of a block an integer. Then integers move by one if that lowers the error, codes
+follow, and `d` and `e` are fitted to them. Every step is kept only if the error falls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsebit.llm.gguf.k_quant_blocks import (
     Q6K,
 )
 
-_CHUNK = 1 << 17  # weights at once, such that they stay in the cache
+_CHUNK = 1 << 17  # weights at once, so that they fit the cache
 _LARGEST4, _LARGEST_SIX_BITS = 15, 63
 _SMALLEST_HALF = 2.0**-24
 _TINY = 1e-30
@@ -194,7 +194,7 @@ def _symmetric_scales(X: Tensor, I: Tensor, lowest: int, highest: int) -> Tensor
 def _shared_factor(numbers: Tensor, slope: Tensor, most: int, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
     """`d (rows, blocks)` and integers `S` with `d S` near `numbers (rows, blocks, groups)`, errors weighted by `slope`.
 
-    The number that is largest becomes an integer from `most / 2` to `most`, whichever suits the others best.
+    The largest number becomes an integer from `most / 2` to `most`, whichever fits the others best.
     """
     largest = numbers.abs().amax(-1)
     least = torch.full_like(largest, torch.inf)

@@ -1,6 +1,6 @@
-"""`Mix`: which type the matrices of a GGUF file are rounded to, by what they are.
+"""`Mix`: the type to which each matrix of a GGUF file is rounded, by its role.
 
-`Q4_K_M` is llama.cpp's: more bits for the output layer, and for v (q, k and v, where they are one matrix) and down,
+`Q4_K_M` is llama.cpp's: more bits for the output layer, and for v (or q, k and v in one matrix) and down,
 whose errors cost most, in half of the blocks.
 """
 
@@ -16,8 +16,8 @@ from sparsebit.llm.gguf.k_quant_blocks import SUPER_BLOCK
 KType = Literal["Q4_K", "Q6_K"]
 EXACT = "exact"
 _SENSITIVE = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
-_ROUTER = "ffn_gate_inp"  # chooses the experts: a rounding error chooses others
-# For rows that no number of blocks fills, llama.cpp's choice: types with blocks of 32.
+_ROUTER = "ffn_gate_inp"  # selects the experts: a rounding error would select others
+# llama.cpp's choice for rows that are not a whole number of blocks: types with blocks of 32.
 SMALL_BLOCKS: dict[KType, Literal["Q5_0", "Q8_0"]] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
@@ -36,7 +36,7 @@ class Mix:
     output: KType | None = None
 
     def type_of(self, name: str, num_blocks: int, *, is_tied: bool) -> KType | None:
-        """The type of the matrix that the file calls `name`; None, if it is not rounded.
+        """The type of the matrix that has the name `name` in the file; None if it is not rounded.
 
         `is_tied`: the embedding is the output layer too.
         """
@@ -67,7 +67,7 @@ def mix_of(gguf_type: str) -> Mix | None:
 
 
 def fitting(kind: KType, columns: int) -> str:
-    """The type itself, or the one with small blocks where `columns` is not a multiple of 256."""
+    """The type itself, or the one with small blocks if `columns` is not a multiple of 256."""
     return kind if columns % SUPER_BLOCK == 0 else SMALL_BLOCKS[kind]
 
 

@@ -13,7 +13,7 @@ PLAIN, LINEAR, THIRD, LONG = "default", "linear", "llama3", "longrope"
 
 
 def is_plain(config: Any) -> bool:
-    """Whether whole heads are turned, by frequencies as their base says."""
+    """Whether whole heads are rotated, by the frequencies of their base."""
     return _kind(config) == PLAIN and _part(config) == 1.0
 
 
@@ -32,7 +32,7 @@ def _whole(config: Any) -> dict[str, Any]:
 
 
 def add_rotary(writer: Any, config: Any, width: int, kinds: tuple[str, ...], *, is_partial: bool) -> None:
-    """Write what turns the heads. `width`: of a head. `kinds`: the types that llama.cpp computes.
+    """Write the rotation of the heads. `width`: of a head. `kinds`: the types that llama.cpp computes.
 
     `is_partial`: it turns a part of each head, if the file says so.
     """
@@ -60,10 +60,10 @@ def add_rotary(writer: Any, config: Any, width: int, kinds: tuple[str, ...], *, 
 
 
 def frequency_factors(config: Any) -> dict[str, Tensor]:
-    """By what the frequencies of the base are divided, `(rotated width / 2,)`, by the names of these tensors.
+    """The divisors of the base's frequencies, `(rotated width / 2,)`, by the names of these tensors.
 
-    Phi-3 has others for long texts: llama.cpp takes them where its context is longer than what the model was
-    first trained with, transformers where the text is.
+    Phi-3 has others for long texts: llama.cpp uses them if its context is longer than the model's original one,
+    transformers if the text is.
     """
     if _kind(config) == LONG:
         lists = {length: config.rope_parameters[f"{length}_factor"] for length in ("long", "short")}
@@ -77,7 +77,7 @@ def frequency_factors(config: Any) -> dict[str, Tensor]:
 
 
 def _computed(config: Any) -> tuple[Tensor, float]:
-    """The frequencies, and the factor of the rotated heads, as transformers has them for a short text."""
+    """The frequencies, and the factor of the rotated heads, as in transformers for a short text."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, factor = ROPE_INIT_FUNCTIONS[_kind(config)](config, torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""`GgufTensor`: a tensor of a GGUF file, and how its bytes are made of the model's files.
+"""`GgufTensor`: a tensor of a GGUF file, and how its bytes are made from the model's files.
 
-In `llama` files the rows of q and k are in another order, since llama.cpp rotates neighbouring pairs; blocks lie within
-rows, so that whole rows of blocks are moved. Vectors become float32; matrices that are not rounded keep their type.
+In `llama` files the rows of q and k are in another order, since llama.cpp rotates neighbouring pairs; blocks are within
+rows, so whole rows of blocks are moved. Vectors become float32; matrices that are not rounded keep their type.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class GgufTensor:
     """`kind`: its type in the file. `shape`: in elements of `numpy_type`. `read()`: returns the data.
 
-    `parameters`: its name in the model; the names of all experts, where it holds theirs. `order`: of its rows.
+    `parameters`: its name in the model; the names of all experts, if it contains theirs. `order`: of its rows.
     `is_rounded`: its values are not those of the model.
     """
 
@@ -85,7 +85,7 @@ def gguf_tensors(
     key_heads = int(config.num_key_value_heads or heads)
 
     def known_name(module: str, key: str) -> str:
-        """`key`: what the files call it, if they do it in another way."""
+        """`key`: its name in the files, if that is another one."""
         stem = key.removesuffix(".weight").removesuffix(".bias")
         found = next(filter(None, (name_of(_EXPERT.sub(r"\1.\2", name)) for name in (module, stem))), None)
         if found is None:
@@ -170,7 +170,7 @@ def _stacked(experts: list[GgufTensor]) -> GgufTensor:
 
 @torch.no_grad()
 def rounded_values(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
-    """The values of rounded tensors as the file holds them, decoded here, by their names in the model."""
+    """The values of rounded tensors in the file, decoded here, by their names in the model."""
     wanted = [tensor for tensor in tensors if tensor.is_rounded]
     return _values(path, wanted, lambda kind, data: values_of(kind.name, torch.from_numpy(data.copy())))
 
@@ -208,7 +208,7 @@ def _values(path: Path, tensors: list[GgufTensor], decode: Callable[[Any, Any], 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor goes: its name in the file, its shape and name in the model, and the order of its rows."""
+    """The place of a tensor: its name in the file, its shape and name in the model, and the order of its rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -253,11 +253,11 @@ def _shifted(read: Callable[[str], Tensor], key: str, offset: float) -> Tensor:
 
 
 def _holds_codes(layer: LayerFormat, columns: int) -> bool:
-    """Whether blocks of 32 hold the codes without rounding; scales are looked at when they are read."""
+    """Whether blocks of 32 can hold the codes without rounding; scales are checked when they are read."""
     size = layer.group_size or columns
     return layer.kind == "int" and size % BLOCK == 0 and (layer.bits <= 4 or layer.symmetric)
 
 
 def _pairs(count: int, heads: int) -> Tensor:
-    """The rows of a head's halves in turn: llama.cpp rotates neighbours, transformers the halves."""
+    """The rows of a head's halves, alternating: llama.cpp rotates neighbours, transformers the halves."""
     return torch.arange(count).view(heads, 2, -1).transpose(1, 2).flatten()

@@ -21,17 +21,17 @@ from sparsebit.llm.models.sentencepiece_file import (
 )
 
 log = logging.getLogger(__name__)
-# llama.cpp's names for the patterns by which text is split before bytes are merged, of Llama 3, Phi-4 and Qwen, and
-# whether a word that is a token is one without merging: Llama 3 alone does so (`ignore_merges`).
+# llama.cpp's names for the patterns that split text before bytes are merged, of Llama 3, Phi-4 and Qwen, and
+# whether a word that is a token needs no merging: only in Llama 3 (`ignore_merges`).
 _START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _NO_SCORE = -1000.0  # of tokens that are not merged
 _THREE_DIGITS, _ONE_DIGIT = _START + r"\p{N}{1,3}" + _END, _START + r"\p{N}" + _END
 _PATTERNS = {(_THREE_DIGITS, True): "llama-bpe", (_THREE_DIGITS, False): "dbrx", (_ONE_DIGIT, False): "qwen2"}
-# Ways to split by a pattern that keep the parts: matches are parts of their own, or what is between them is removed.
+# Ways to split by a pattern that keep the parts: matches become separate parts, or the text between them is removed.
 _KEEPS_PARTS = (("Isolated", False), ("Removed", True))
 _UNKNOWN_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-# Where the name of the model has this in it, llama.cpp removes spaces behind all special tokens but three, and does not
+# If the model's name contains this text, llama.cpp removes spaces after all special tokens but three, and does not
 # load a vocabulary that lacks one of the three, or </s>.
 _REMOVES_SPACE = re.compile(r"(phi)-?(3)", re.IGNORECASE)
 _KEEPS_SPACE, _END_TOKEN = {"<unk>", "<s>", "<|endoftext|>"}, {"</s>"}
@@ -40,8 +40,8 @@ _KEEPS_SPACE, _END_TOKEN = {"<unk>", "<s>", "<|endoftext|>"}, {"</s>"}
 def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
     """Add the tokenizer of the model folder to the file, with its special tokens and its chat template.
 
-    Written are byte-level BPE of tokenizer.json that splits text in a way that llama.cpp has a name for, and BPE of
-    sentencepiece (tokenizer.model); others are refused.
+    Supported are byte-level BPE of tokenizer.json with a way to split text that llama.cpp has a name for, and BPE of
+    sentencepiece (tokenizer.model); others are errors.
     """
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     found = None if not path.is_file() and is_sentencepiece(pieces) else _read(path)
@@ -63,7 +63,7 @@ def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
 
 
 def name_in_file(name: str, tokenizer: Any, special: set[str]) -> str:
-    """The name of the model in the file: llama.cpp takes it for a Phi-3 by its name, and treats spaces accordingly.
+    """The name of the model in the file: by its name llama.cpp treats it as a Phi-3, and handles spaces accordingly.
 
     `special`: the tokens that are not parts of texts.
     """
@@ -181,9 +181,9 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = False) -> str:
-    """llama.cpp's name for how text is split before bytes are merged.
+    """llama.cpp's name for the way in which text is split before bytes are merged.
 
-    `ignores_merges`: a word that is a token is one, also where no merges lead to it.
+    `ignores_merges`: a word that is a token stays one, even if no merges lead to it.
     """
     *front, last = steps
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
@@ -202,13 +202,13 @@ def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = Fals
 
 
 def _pattern(step: dict[str, Any]) -> str:
-    """The pattern whose matches are the parts; empty, if parts are made in another way."""
+    """The pattern whose matches are the parts; empty if parts are made in another way."""
     how = step.get("behavior", "Isolated"), step.get("invert", False)
     return str(step.get("pattern", {}).get("Regex", "")) if how in _KEEPS_PARTS else ""
 
 
 def _add_use(writer: Any, tokenizer: Any, config: Any) -> None:
-    """Special tokens, whether they are put around a text, and the chat template; without these llama.cpp guesses."""
+    """Special tokens, whether they are added around a text, and the chat template; without these llama.cpp guesses."""
     special: dict[str, int] = {}
     for name in ("bos", "eos", "pad"):
         value = getattr(tokenizer, f"{name}_token_id", None)

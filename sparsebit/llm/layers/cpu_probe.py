@@ -1,4 +1,4 @@
-"""Which way a CPU multiplies with packed 4-bit weights: the ones that are allowed are tried once, the fastest is taken.
+"""Which kernel of a CPU multiplies packed 4-bit weights fastest: the allowed ones are tried once, the fastest is used.
 
 Some of torch's kernels are fast on one processor and a slow fallback on another, under the same name.
 """
@@ -26,16 +26,16 @@ from sparsebit.llm.layers.unpacked_product import packed_linear
 
 UNPACKED = "unpacked"
 _SIZE, _GROUP, _REPEATS = 1024, 128, 5
-# A kernel whose product is further off than this computes something else; int8 activations are about 0.01 off.
+# A kernel whose product is further off than this is wrong; int8 activations are about 0.01 off.
 _MOST_DIFFERENCE = 0.03
 
 
 @dataclass(frozen=True)
 class CpuProbe:
-    """`layout`: the fastest of the ways that were allowed; None is `unpacked`, in float32.
+    """`layout`: the fastest of the allowed kernels; None is `unpacked`, in float32.
 
-    `seconds`: of a product of one row with 1024 x 1024 weights, by way. `difference`: of each way's product from that
-    of the dequantized weight, relative to its size. `refused`: why a way was not tried or not taken.
+    `seconds`: of a product of one row with 1024 x 1024 weights, by kernel. `difference`: of each kernel's product from
+    that of the dequantized weight, relative to its size. `refused`: why a kernel was not tried or not chosen.
     """
 
     layout: KernelLayout | None
@@ -49,7 +49,7 @@ class CpuProbe:
 
 
 def probe_cpu(activations: str = "float32") -> CpuProbe:
-    """Try the ways that leave activations at least as exact as `activations`; measured once for each thread count."""
+    """Try the kernels that keep activations at least as exact as `activations`; measured once for each thread count."""
     return _probe(as_activations(activations), torch.get_num_threads())
 
 
@@ -66,7 +66,7 @@ def _probe(activations: Activations, num_threads: int) -> CpuProbe:
     difference: dict[str, float] = {}
     refused: dict[str, str] = {}
     chosen: KernelLayout | None = None
-    if activations == "float32":  # there is nothing to choose from
+    if activations == "float32":  # no choice
         return CpuProbe(None, seconds, difference, refused)
     seconds[UNPACKED] = _seconds(lambda: packed_linear(x, packed))
     difference[UNPACKED] = _difference(packed_linear(x, packed), expected)
@@ -96,7 +96,7 @@ def _try(
         weight = layout.prepare(packed, x.dtype)
         difference[layout.name] = _difference(layout.product(x, weight), expected)
         seconds[layout.name] = _seconds(lambda: layout.product(x, weight))
-    except RuntimeError as error:  # torch says so of an operator that this processor or this build does not have
+    except RuntimeError as error:  # raised for an operator that this processor or this build of torch lacks
         return str(error).splitlines()[0]
     if not difference[layout.name] <= _MOST_DIFFERENCE:
         return f"its product is {difference[layout.name]:.2g} off"

@@ -1,6 +1,6 @@
 """`FloatLinear`: a linear layer whose weight stays in 8-bit or 4-bit floats.
 
-fp8 weights are multiplied as they are by GPUs that can (`torch._scaled_mm`), in bfloat16 models. All others are
+fp8 weights are multiplied directly by GPUs that can (`torch._scaled_mm`), in bfloat16 models. All others are
 unpacked in blocks of rows while they are multiplied.
 """
 
@@ -18,14 +18,14 @@ from sparsebit.numerics.spec import LARGEST_FLOAT8
 _BLOCK_ELEMENTS = 1 << 22
 _BLOCK_ELEMENTS_ON_GPU = 1 << 26
 SCALED_PRODUCT = "scaled_mm"
-_MULTIPLE = 16  # of rows and columns, which torch._scaled_mm wants
+_MULTIPLE = 16  # of rows and columns, required by torch._scaled_mm
 
 
 class FloatLinear(nn.Module):
     """`x @ weight.T + bias`, the weight kept as `qweight`, `scales` and `divisor` (see `FloatWeight`).
 
     The inputs of an fp8 layer are rounded to float8 too, with a scale for each token, unless `rounds_inputs` is off.
-    `path`: how it is multiplied, "scaled_mm" or "unpacked"; `path_reason` says why the latter.
+    `path`: how it is multiplied, "scaled_mm" or "unpacked"; `path_reason`: why the latter.
     """
 
     qweight: Tensor
@@ -45,7 +45,7 @@ class FloatLinear(nn.Module):
         self._choose()
 
     def _choose(self) -> None:
-        """How the layer is multiplied on the device where it is now."""
+        """Choose how the layer is multiplied on its current device."""
         inputs = ", inputs rounded per token" if self.rounds_inputs else ""
         self.path, self.path_reason = "unpacked", f"{self.kind}: unpacked in blocks{inputs}"
         if _takes_scaled_product(self.packed):
@@ -75,7 +75,7 @@ class FloatLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.kind}"
 
     def _apply(self, fn: object, recurse: bool = True) -> FloatLinear:
-        """Another type is for activations: the weight keeps its own."""
+        """A conversion to another type applies to activations: the weight keeps its type."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():

@@ -6,7 +6,7 @@
 | mxfp4 | E2M1, two in a byte, `(out, in / 2)` | exponent + 127 per 32 columns, uint8 | `number * 2^exponent` |
 | nvfp4 | E2M1, two in a byte, `(out, in / 2)` | float8_e4m3fn per 16 columns | `number * scale / divisor` |
 
-The divisor of nvfp4 is a power of two here: products of E2M1 and E4M3 numbers have six bits, so that every value is
+The divisor of nvfp4 is a power of two here: products of E2M1 and E4M3 numbers have six bits, so every value is
 exact in bfloat16, in which other readers unpack the weight.
 """
 
@@ -30,7 +30,7 @@ _BIAS = 127  # of a power of two's exponent
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """`qweight`, `scales`: as the table of the file says. `divisor (1,)`: of nvfp4, else None."""
+    """`qweight`, `scales`: as in the table of the module. `divisor (1,)`: for nvfp4, else None."""
 
     kind: FloatKind
     qweight: Tensor
@@ -72,7 +72,7 @@ class FloatWeight:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a weight in a file, its share of scales included."""
+        """Bits of a weight in a file, including its share of scales."""
         return self.bits + 8 * self.scales.element_size() / self.group_size
 
     def to(self, device: torch.device | str) -> FloatWeight:
@@ -124,8 +124,8 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
     groups = W.unflatten(1, (-1, GROUPS[kind]))
     largest = groups.abs().amax(-1)
     if kind == "mxfp4":
-        # The specification takes the exponent of the largest value less that of 6; one above may err less, one below
-        # clips the largest.
+        # The specification uses the exponent of the largest value minus that of 6; one above may have a smaller error,
+        # one below clips the largest.
         usual = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
         stored_scales = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
         exponents = (stored_scales + _BIAS).clamp(0, 254)
@@ -143,7 +143,7 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
 
 
 def _as_float8(scales: Tensor) -> Tensor:
-    """Rounded to scales that can be stored, and not to zero."""
+    """Round to scales that can be stored, but not to zero."""
     smallest = 2.0**-9
     return scales.clamp(smallest, LARGEST_FLOAT8).to(torch.float8_e4m3fn).float()
 
@@ -171,6 +171,6 @@ Weight: TypeAlias = PackedWeight | FloatWeight
 
 
 def integers(weight: Weight) -> PackedWeight:
-    """The weight, which has to be one of whole numbers."""
+    """The weight, which must be one of whole numbers."""
     assert isinstance(weight, PackedWeight)
     return weight

@@ -1,7 +1,7 @@
-"""Orders of codes that kernels multiply with: which layers each takes, how they are brought into it and back.
+"""The orders of codes that kernels require: which layers each supports, and conversions to its order and back.
 
-A row of the table is one kernel. All of them compute `x @ ((codes - zeros) * scales).T`; `activations` is what x
-becomes on the way, on a CPU.
+A row of the table is one kernel. All of them compute `x @ ((codes - zeros) * scales).T`; `activations` is the type to
+which a CPU kernel rounds x.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIDDLE = 8  # the zero point that the kernels for CPUs assume
 
 
 def as_activations(name: str) -> Activations:
-    """The name as what it is; an unknown one is an error."""
+    """The name as an `Activations` value; an unknown one is an error."""
     for known in ACTIVATIONS:
         if name == known:
             return known
@@ -53,11 +53,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """`refusal(packed, dtype)`: why the kernel does not take a weight with activations of that type; None if it does.
+    """`refusal(packed, dtype)`: why the kernel does not support a weight with activations of that type; None if it
+    does.
 
-    `codes`: the codes `(out, in)` of a prepared weight again. `dense`: its values `(out, in)`, for the backward of
-    training; None where the kernel rounds its input, so that training does not use it. `join`: weights side by side as
-    one, and each as a view of it; None where the order of the words does not allow that, for these weights or for any.
+    `codes`: restores the codes `(out, in)` of a prepared weight. `dense`: its values `(out, in)`, for the backward of
+    training; None if the kernel rounds its input, so that training does not use it. `join`: weights side by side as
+    one, and each as a view of it; None if the order of the words does not allow that, for these weights or for any.
     """
 
     name: str
@@ -80,8 +81,8 @@ def _prepare_int4pack(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(packed.codes().to(torch.int32), 1)
     scales = packed.scales.t().to(torch.bfloat16)
     offsets = _offsets(packed, scales.float())
-    # The kernel adds them to the weights. Rounded to bfloat16 they err as much as the scales; apart, they took a fifth
-    # of the time of a token.
+    # The kernel adds them to the weights. Rounded to bfloat16, their error is that of the scales; as a separate op,
+    # they took a fifth of the time of a token.
     added = torch.zeros_like(scales) if offsets is None else offsets.to(torch.bfloat16)
     return _prepared(packed, words, torch.stack([scales, added], -1).contiguous(), None)
 
@@ -94,7 +95,7 @@ def _int4pack(x: Tensor, weight: Prepared) -> Tensor:
 
 
 def _join_int4pack(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]] | None:
-    """Words are ordered in blocks of outputs, of 64 at most: whole ones can follow each other."""
+    """Words are ordered in blocks of at most 64 outputs: whole blocks can be concatenated."""
     return None if any(weight.out_features % 64 for weight in weights) else _side_by_side(weights)
 
 
@@ -117,7 +118,7 @@ def _refusal_of_dynamic(packed: PackedWeight, dtype: torch.dtype) -> str | None:
 def _prepare_dynamic(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
     codes = packed.codes()
     octets = codes[:, ::2] | codes[:, 1::2] << 4
-    # The fast kernels take scales in bfloat16 for groups, in float32 for whole rows.
+    # The fast kernels require scales in bfloat16 for groups, in float32 for whole rows.
     per_row = packed.group_size == packed.in_features
     scales = packed.scales.to(torch.float32 if per_row else torch.bfloat16)
     words = torch.ops.aten._dyn_quant_pack_4bit_weight(
@@ -129,7 +130,7 @@ def _prepare_dynamic(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 
 def _dynamic(x: Tensor, weight: Prepared) -> Tensor:
     product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
-        x.float().contiguous(),  # the operator does not look at strides, and reads what lies behind the first row
+        x.float().contiguous(),  # the operator ignores strides, and would read the memory after the first row
         weight.words,
         weight.group_size,
         weight.in_features,

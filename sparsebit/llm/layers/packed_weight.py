@@ -62,13 +62,15 @@ class PackedWeight:
 
     @property
     def has_half_scales(self) -> bool:
-        """Whether float16 holds the scales, up to a half unit in the last place; some file formats have no other."""
+        """Whether float16 can hold the scales, up to a half unit in the last place; some file formats have no other
+        type.
+        """
         scales = self.scales.double()
         return bool(((scales.half().double() - scales).abs() <= 2**-10 * scales.abs()).all())
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a weight in a file, its share of scales and zero points included (these are packed there)."""
+        """Bits of a weight in a file, including its share of scales and zero points (these are packed there)."""
         extra = 8 * self.scales.element_size() + (0 if self.zeros is None else self.bits)
         return self.bits + extra / self.group_size
 

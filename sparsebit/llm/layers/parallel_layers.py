@@ -1,8 +1,8 @@
 """Packed layers that read the same input (q, k and v; gate and up): one product computes the outputs of all of them.
 
-Each layer stays a module of its own, with its name, its state and its files. Its words and scales become views of
+Each layer stays a separate module, with its name, its state and its files. Its words and scales become views of
 tensors that all layers of the group share. The first layer that is called computes the whole product and leaves
-the outputs of the others with the group, until they ask with the same input.
+the outputs of the others with the group, until they are called with the same input.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparsebit.llm.models.architectures import ARCHITECTURES
 
 
 def join_parallel_layers(model: nn.Module) -> int:
-    """Let packed layers of `model` that read one input share a product, where that can be; how many groups do.
+    """Let packed layers of `model` that read one input share a product, if possible; returns the number of groups.
 
-    Which layers these are is in the table of architectures. A group stays apart whose layers differ in bits, groups or
-    zero points, or that no kernel takes which can join them. Moved to another device, a group is joined again there.
-    `separate_parallel_layers` takes this back.
+    The table of architectures lists these layers. A group is not joined if its layers differ in bits, groups or
+    zero points, or if no kernel for them supports it. After a move to another device, a group is joined again there.
+    `separate_parallel_layers` undoes this.
     """
     separate_parallel_layers(model)
     groups = [ParallelGroup(layers) for layers in _parallel_layers(model)]
@@ -42,7 +42,7 @@ def separate_parallel_layers(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The outputs `y` of all layers for the input `x`; bit i of `taken`: layer i has its own already."""
+    """The outputs `y` of all layers for the input `x`; bit i of `taken`: layer i has received its output."""
 
     x: Tensor
     version: int
@@ -51,7 +51,7 @@ class _Answer:
 
 
 class ParallelGroup:
-    """Layers that read one input. `join` and `separate` change how they compute, not what."""
+    """Layers that read one input. `join` and `separate` do not change their outputs."""
 
     def __init__(self, layers: Sequence[QuantLinear]) -> None:
         self.layers = tuple(layers)
@@ -85,7 +85,7 @@ class ParallelGroup:
 
     @torch.no_grad()
     def separate(self) -> None:
-        """Give each layer tensors of its own."""
+        """Give each layer separate tensors."""
         if self._whole is None:
             return
         self._whole, self._answer = None, None
@@ -94,9 +94,9 @@ class ParallelGroup:
                 setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))
 
     def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
-        """The output of `layer`, without bias; None where it has to compute its own: with hooks on one of the layers.
+        """The output of `layer`, without bias; None if it must compute its own: with hooks on one of the layers.
 
-        An input that was written to since the first layer read it is another input.
+        An input that was written to since the first layer read it counts as another input.
         """
         version = _version(x)
         if self._whole is None or version is None or any(map(_is_hooked, self.layers)):
@@ -116,7 +116,7 @@ class ParallelGroup:
 def _version(x: Tensor) -> int | None:
     """How often `x` was written to; None in inference mode, where tensors do not count that.
 
-    torch.compile cannot compare it. There the blocks of known architectures do not write to the input, and layers with
+    torch.compile cannot compare it. There, blocks of known architectures do not write to the input, and layers with
     hooks, which might, compute their own products.
     """
     if torch.compiler.is_compiling():
@@ -129,7 +129,7 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 
 def _kind(layer: QuantLinear) -> tuple[object, ...]:
-    """The properties that layers of a group have to share."""
+    """The properties that layers of a group must share."""
     scales = layer.kernel_scales
     return (
         layer.path,

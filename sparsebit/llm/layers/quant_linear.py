@@ -1,8 +1,8 @@
-"""`QuantLinear`: a linear layer whose weight stays packed, multiplied by the fastest kernel that takes it.
+"""`QuantLinear`: a linear layer whose weight stays packed, multiplied by the fastest kernel that supports it.
 
-A kernel may keep the codes in an order of its own (`kernel_layouts.py`): then `qweight` holds that order, and `packed`
+A kernel may keep the codes in its own order (`kernel_layouts.py`): then `qweight` has that order, and `packed`
 restores the usual one. `prepare` chooses the kernel for a device and a type of activations; a layer that moves to
-another device goes back to the usual order first.
+another device is first converted back to the usual order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedProduct(Protocol):
     def separate(self) -> None: ...
 
     def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
-        """The output of the layer without bias; None where it has to compute its own."""
+        """The output of the layer without bias; None if it must compute its own."""
         ...
 
 
@@ -53,8 +53,8 @@ class QuantLinear(nn.Module):
     """`x @ weight.T + bias` with `weight = (codes - zeros) * scales`, kept as `qweight`, `scales` and `zeros`.
 
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
-    `prepare` brings `qweight` into the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
-    says why no kernel was taken. Files and `packed` always have the order that `PackedWeight` describes. `parallel`:
+    `prepare` converts `qweight` to the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
+    is the reason why no kernel was chosen. Files and `packed` always have the order of `PackedWeight`. `parallel`:
     the group of layers that read the same input, if they share a product (`parallel_layers.py`).
     """
 
@@ -80,10 +80,10 @@ class QuantLinear(nn.Module):
 
     @torch.no_grad()
     def prepare(self, dtype: torch.dtype = torch.float32, activations: Activations = "float32") -> None:
-        """Choose the kernel for inputs of `dtype` on the device of the weight, and bring the codes into its order.
+        """Choose the kernel for inputs of `dtype` on the device of the weight, and convert the codes to its order.
 
-        `activations`: how far a kernel for CPUs may round them; see `sparsebit.llm.load`. A layer that no kernel takes
-        is unpacked while it is multiplied, and `path_reason` says why.
+        `activations`: how far a kernel for CPUs may round them; see `sparsebit.llm.load`. A layer that no kernel
+        supports is unpacked while it is multiplied, and `path_reason` has the reason.
         """
         self._restore()
         self._wish = dtype, activations
@@ -112,17 +112,19 @@ class QuantLinear(nn.Module):
         return self._product(x)
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor | None:
-        """The weight `(out, in)` at once, where the kernel that was chosen has a program for that; else None."""
+        """The whole weight `(out, in)`, if the chosen kernel has a program for that; else None."""
         dense = None if self.path == UNPACKED else LAYOUTS[self.path].dense
         return None if dense is None else dense(self.prepared()).to(dtype)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """`gradient (..., out)` times the weight: what the input gets. The weight is unpacked on the way, and freed."""
+        """The gradient of the input, `gradient (..., out)` times the weight, which is unpacked for this and then
+        freed.
+        """
         dense = self.dense_weight(gradient.dtype)
         return packed_transposed(gradient, self.packed) if dense is None else gradient @ dense
 
     def exact_product(self, x: Tensor) -> Tensor:
-        """The output for `x`, not by a kernel that rounds its input, and without a graph for a backward."""
+        """The output for `x`, without kernels that round the input, and without a graph for a backward."""
         if self.path == UNPACKED or LAYOUTS[self.path].dense is None:
             return packed_linear(x, self.packed, self.bias)
         return self._with_bias(self._own_product(x))
@@ -134,7 +136,7 @@ class QuantLinear(nn.Module):
         return self._with_bias(self._own_product(x) if y is None else y)
 
     def _own_product(self, x: Tensor) -> Tensor:
-        """By the kernel that was chosen, for this layer alone."""
+        """The product of only this layer, by the chosen kernel."""
         rows = x.reshape(-1, self.in_features)
         return LAYOUTS[self.path].product(rows, self.prepared()).reshape(*x.shape[:-1], self.out_features)
 
@@ -160,13 +162,13 @@ class QuantLinear(nn.Module):
         return (layout, "") if reason is None else (None, reason)
 
     def prepared(self) -> Prepared:
-        """The weight in the order of the kernel that was chosen."""
+        """The weight in the order of the chosen kernel."""
         assert self.kernel_scales is not None
         sizes = self.in_features, self.out_features, self.group_size
         return Prepared(self.qweight, self.kernel_scales, self.kernel_offsets, *sizes)
 
     def _restore(self) -> None:
-        """Bring the codes back into the order of `PackedWeight`."""
+        """Convert the codes back to the order of `PackedWeight`."""
         if self.parallel is not None:
             self.parallel.separate()
         if self.path != UNPACKED:
@@ -197,7 +199,9 @@ class QuantLinear(nn.Module):
 
 
 def _in_type_of_autocast(x: Tensor) -> Tensor:
-    """A float32 `x` as `nn.Linear` takes it under autocast, which would else round sums inside of the product."""
+    """A float32 `x` in the type that `nn.Linear` uses under autocast, which would otherwise round inside the
+    product.
+    """
     if x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -220,13 +224,13 @@ class _Differentiable(torch.autograd.Function):
 
 
 def kernel_paths(model: nn.Module) -> dict[str, int]:
-    """How many layers of the model are multiplied in which way; an unpacked one is listed with its reason."""
+    """How many layers of the model are multiplied by which kernel; an unpacked one is listed with its reason."""
     layers = [module for module in model.modules() if isinstance(module, QuantLinear | FloatLinear)]
     return dict(Counter(f"{one.path} ({one.path_reason})" if one.path_reason else one.path for one in layers))
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; what is shared counts once, what has no memory (meta device) not at all."""
+    """Bytes of all parameters and buffers; shared ones count once, those without memory (meta device) not at all."""
     every = [*model.parameters(), *model.buffers()]
     found = {tensor.data_ptr(): tensor.nbytes for tensor in every if not tensor.is_meta}
     return sum(found.values())

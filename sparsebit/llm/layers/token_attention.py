@@ -1,8 +1,8 @@
-"""transformers' attention of one token, by `kernels.token_attention` where there is a mask.
+"""transformers' attention for one token, by `kernels.token_attention` if there is a mask.
 
-A mask is given wherever the cache has a fixed size, as in a compiled step, and wherever sequences have different
-lengths. transformers then copies keys and values for all heads that share them. Prompts, training, and what the kernels
-do not take are computed by transformers' own function.
+There is a mask if the cache has a fixed size, as in a compiled step, or if sequences have different
+lengths. transformers then copies keys and values for all heads that share them. Prompts, training, and cases that the
+kernels do not support are computed by transformers' own function.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparsebit.kernels.token_attention import has_triton, takes, token_attention
 from sparsebit.llm.models.architectures import ARCHITECTURES
 
 NAME = "sdpa_of_one_token"  # transformers looks for "sdpa" in it
-# Arguments of transformers' function that change nothing here; with any other one, that function is called.
+# Arguments of transformers' function without effect here; with any other one, that function is called.
 _WITHOUT_EFFECT = frozenset({"is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"})
 
 
 def use_token_attention(model: Any) -> bool:
-    """Let a model of a known architecture that uses torch's attention attend by our kernels; whether it does."""
+    """Let a model of a known architecture that uses torch's attention use our kernels; returns whether it does."""
     is_known = str(model.config.model_type) in ARCHITECTURES
     if not has_triton() or not is_known or model.config._attn_implementation != "sdpa":
         return False
@@ -49,7 +49,7 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' own: query `(batch, heads, places, width)`, the answer `(batch, places, heads, width)`."""
+    """As transformers' own: query `(batch, heads, places, width)`, returns `(batch, places, heads, width)`."""
     given = {name for name, option in options.items() if option is not None and option is not False}
     if attention_mask is None or dropout or given - _WITHOUT_EFFECT or not takes(query, key, value, attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

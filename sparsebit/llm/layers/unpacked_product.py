@@ -15,7 +15,7 @@ from sparsebit.numerics.packing import unpack
 _BLOCK_ELEMENTS = 1 << 20
 # On a GPU small blocks would leave it idle between their kernels: 128 MiB in bfloat16, more than most layers have.
 _BLOCK_ELEMENTS_ON_GPU = 1 << 26
-# Up to this many rows of x `_few_rows` is tried. One row on x86: 1.4 times as fast for 4 bits, 1.2 times for 2, the
+# `_few_rows` is used up to this many rows of x. One row on x86: 1.4 times as fast for 4 bits, 1.2 times for 2, the
 # same for 3 and 8; at 16 rows about the same for all.
 _MOST_FEW_ROWS = 16
 
@@ -55,7 +55,7 @@ def _dense(packed: PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _few_rows(x: Tensor, packed: PackedWeight) -> Tensor:
-    """`x (rows, in)` in float32. Codes are multiplied as they are, and each group's sum is scaled afterwards.
+    """`x (rows, in)` in float32. Codes are multiplied directly, and each group's sum is scaled afterwards.
 
     `sum (code - zero) scale x = scale (sum code x - zero sum x)` within a group, so that the weight is neither shifted
     nor scaled. Codes that share a byte are neighbours: those at one place of all bytes are multiplied with every
@@ -83,14 +83,14 @@ def _few_rows(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def _num_planes(packed: PackedWeight) -> int:
-    """How many codes share a byte; 1 where codes cross the borders of bytes or bytes those of groups."""
+    """How many codes share a byte; 1 if codes cross the borders of bytes or bytes those of groups."""
     count = 8 // packed.bits
     whole = 8 % packed.bits == 0 and packed.group_size % count == 0
     return count if whole and sys.byteorder == "little" else 1
 
 
 def _planes(packed: PackedWeight, rows: slice, num_planes: int) -> list[Tensor]:
-    """The codes of some rows as uint8: those of every `num_planes`-th column, from each of the first ones on."""
+    """The codes of some rows as uint8: those of every `num_planes`-th column, starting at each of the first ones."""
     words = packed.qweight[rows]
     if num_planes == 1:
         return [unpack(words, packed.bits, packed.in_features)]

@@ -1,1 +1,1 @@
-"""The float model: its architecture, folder, tokenizer, and the text that calibrates it."""
+"""The float model: its architecture, folder and tokenizer, and the calibration text."""

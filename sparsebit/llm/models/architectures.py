@@ -1,9 +1,9 @@
 """The path of a decoder's blocks and the order in which their linear layers are quantized: a row per architecture.
 
-The names are those of the modules of transformers 5. A row says where the list of blocks is, the linear layers of a
-block in stages (layers of one stage read the same input), and which of them servers fuse into one matrix, so that their
-number formats have to be alike. Experts (`separate_experts.py`) are one entry for the stages of all of
-them. An architecture without a row is walked: its blocks are the longest list of modules of
+The names are those of the modules of transformers 5. A row contains the path of the list of blocks, the linear layers
+of a block in stages (layers of one stage read the same input), and which of them servers fuse into one matrix, so that
+their number formats must be equal. Experts (`separate_experts.py`) are one entry for the stages of all of
+them. An architecture without a row is examined: its blocks are the longest list of modules of
 one class, and its stages are found by running a block.
 
 >>> ARCHITECTURES["llama"].stages[0]
@@ -29,9 +29,9 @@ Stages = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """`blocks`: the path of the list of blocks. `stages`: None, if they are found by running a block.
+    """`blocks`: the path of the list of blocks. `stages`: None if they are found by running a block.
 
-    `fused`: linear layers that servers join; without it, those of each stage.
+    `fused`: linear layers that servers fuse; default: those of each stage.
     """
 
     blocks: str
@@ -62,7 +62,7 @@ class Architecture:
         return tuple(found)
 
     def fused_groups(self, stages: Stages) -> Stages:
-        """Groups of two or more linear layers of a block whose number formats have to be alike."""
+        """Groups of two or more linear layers of a block whose number formats must be equal."""
         return tuple(group for group in (stages if self.fused is None else self.fused) if len(group) > 1)
 
 
@@ -114,7 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """The row of the model's architecture; without a row, the path of its blocks, found by walking its modules."""
+    """The row of the model's architecture; without a row, the path of its blocks, found by examining its modules."""
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     row = ARCHITECTURES.get(str(model_type))
     if row is None:
@@ -133,9 +133,9 @@ def blocks_of(model: nn.Module, architecture: Architecture) -> nn.ModuleList:
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """The plain linear layers of a block by name. Stacked weights are refused: they would stay float unnoticed.
+    """The plain linear layers of a block by name. Raises for stacked weights, which would silently stay float.
 
-    Convolutions over neighbouring tokens, as linear attention has them, are small and stay float.
+    Convolutions over neighbouring tokens, as in linear attention, are small and stay float.
     """
     experts = [
         name
@@ -151,7 +151,7 @@ def linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 
 def passes_of(block: nn.Module, stages: Stages) -> tuple[Stages, ...]:
-    """The stages in groups that do not read one another's outputs: alike layers of all experts are one group."""
+    """The stages in groups that do not read one another's outputs: equal layers of all experts are one group."""
     experts = experts_in(block)
 
     def kind(stage: tuple[str, ...]) -> tuple[str, str]:
@@ -164,7 +164,7 @@ def passes_of(block: nn.Module, stages: Stages) -> tuple[Stages, ...]:
 def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
     """The linear layers of a block in the order in which `call` runs them; neighbours with one input are a stage.
 
-    Experts are taken as one module, since no call need reach all of them.
+    Experts count as one module, since a call may not reach all of them.
     """
     reached: list[tuple[str, Tensor]] = []
     experts = experts_in(block)
@@ -183,7 +183,7 @@ def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
         for hook in hooks:
             hook.remove()
     stages: list[list[str]] = []
-    inputs: list[Tensor] = []  # held, so that no two of them share an address
+    inputs: list[Tensor] = []  # kept alive, so that no two of them share an address
     for name, given in reached:
         same = [number for number, other in enumerate(inputs) if other is given]
         if name in experts:

@@ -14,9 +14,9 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.llm.models.calibration_text import is_dataset, text_files, token_stream, windows
 
-# The default number of tokens: so many for each column of the widest layer, within these bounds.
+# The default number of tokens: this many for each column of the widest layer, within these bounds.
 TOKENS_PER_COLUMN, LEAST_TOKENS, MOST_TOKENS = 8, 64 * 512, 256 * 512
-_MOST_KINDS = 16  # files of a folder that count as kinds of text; more are parts of one
+_MOST_KINDS = 16  # with up to this many files, each counts as a kind of text; with more, the folder is one kind
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DrawnText:
 
 
 def default_num_windows(widest: int, length: int) -> int:
-    """Windows for a model whose widest layer has so many columns.
+    """The number of windows for a model whose widest layer has this many columns.
 
     >>> default_num_windows(1408, 512), default_num_windows(14336, 512), default_num_windows(28672, 512)
     (64, 224, 256)
@@ -46,10 +46,10 @@ def draw_windows(
     seed: int = 0,
     chat_template: bool = False,
 ) -> DrawnText:
-    """Different windows of the texts, drawn at random: as many of each text, as far as it has them.
+    """Different windows of the texts, drawn at random: as many from each text, as far as it has them.
 
-    A folder of 2 to 16 text files counts as so many texts. `num_samples`: None, for a number that follows the widest
-    layer, or as many as there are, if these are `LEAST_TOKENS` or more.
+    A folder of 2 to 16 text files counts as that many texts. `num_samples`: None for a number that follows the widest
+    layer, or all windows, if they have `LEAST_TOKENS` or more.
     """
     streams: dict[str, Tensor] = {}
     for text in texts:
@@ -71,13 +71,13 @@ def draw_windows(
         order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed + number))
         drawn.append(every[order[: shares[name]]])
     tokens = torch.cat(drawn)
-    if len(kinds) > 1:  # the first windows are of all kinds: some methods read these alone
+    if len(kinds) > 1:  # mix the kinds, because some methods only read the first windows
         tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))]
     return DrawnText(tokens, shares)
 
 
 def even_shares(available: Mapping[str, int], wanted: int) -> dict[str, int]:
-    """Parts of `wanted` that differ by one at most, but where less is available.
+    """Parts of `wanted` that differ by at most one, except where less is available.
 
     >>> even_shares({"books": 100, "code": 3, "chat": 100}, 32)
     {'books': 15, 'code': 3, 'chat': 14}

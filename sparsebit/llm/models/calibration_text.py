@@ -1,6 +1,6 @@
 """Text for calibration and evaluation: from a file, a folder, JSON lines or a datasets folder, as windows of tokens.
 
-Text that was read wrongly makes a wrong calibration without an error, so files of other kinds, other encodings and
+Wrongly read text would silently make a wrong calibration, so files of other kinds, other encodings and
 binary content are errors. Documents are joined to one stream of tokens, which is cut into windows.
 """
 
@@ -20,15 +20,15 @@ from sparsebit.errors import ConfigError, import_problem
 
 log = logging.getLogger(__name__)
 _PLAIN, _LINES = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
-_DATA = (".json", ".parquet", ".arrow", ".csv", ".tsv")  # their syntax would be taken for text
-# Keys under which a line of JSON or a row of a dataset keeps its text, in order of preference.
+_DATA = (".json", ".parquet", ".arrow", ".csv", ".tsv")  # their syntax would be mistaken for text
+# Keys for the text in a line of JSON or a row of a dataset, in order of preference.
 _TEXT_KEYS = ("text", "content", "document")
 _CHAT_KEYS = ("messages", "conversations")
-# Characters that text in the right encoding does not have: NUL, control characters, replaced ones, byte-order marks.
+# Characters that correctly decoded text does not have: NUL, control characters, replacements, byte-order marks.
 _DAMAGE = r"\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd"
 _DAMAGED = re.compile(f"[{_DAMAGE}]+")
 _INVISIBLE = re.compile(rf"[\s{_DAMAGE}\u00ad\u200b-\u200f\u2060-\u2064]+")
-_LEAST_VISIBLE, _MOST_DAMAGED = 0.05, 0.05  # shares of the characters of a text
+_LEAST_VISIBLE, _MOST_DAMAGED = 0.05, 0.05  # limits, as shares of the characters of a text
 _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 
 
@@ -60,7 +60,7 @@ def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool =
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether the package datasets has written the folder."""
+    """Whether the folder was written by the package datasets."""
     return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
@@ -79,7 +79,7 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, limit: int | None = None) -> Tensor:
-    """The tokens of all documents one after another, `(n,)`; `limit`: stop when there are so many."""
+    """The tokens of all documents one after another, `(n,)`; `limit`: stop at this many."""
     found: list[Tensor] = []
     count = num_letters = num_visible = num_damaged = 0
     for document in read_documents(source, tokenizer=tokenizer, chat_template=chat_template):
@@ -89,7 +89,7 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
             how = {"return_attention_mask": False, "verbose": False, "add_special_tokens": not chat_template}
             # A list: transformers takes seconds to make a tensor of a long one.
             tokens = torch.as_tensor(tokenizer(document, **how)["input_ids"], dtype=torch.int64).flatten()
-        except Exception as error:  # the package tokenizers raises nothing more special
+        except Exception as error:  # the package tokenizers raises no special class
             raise ConfigError(f"the model's tokenizer does not take the text of {source} ({error})") from error
         found.append(tokens)
         count += len(tokens)
@@ -112,7 +112,7 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
 
 
 def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tensor:
-    """The stream cut into windows one after another, `(num_windows, length)`; what is left at its end is dropped."""
+    """The stream cut into consecutive windows, `(num_windows, length)`; the remainder at its end is dropped."""
     if length < 2:
         raise ConfigError(f"windows of {length} tokens: allowed: 2 or more")
     if num_windows is not None and num_windows < 1:
@@ -128,7 +128,7 @@ def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tens
 
 
 def need_embeddings(tokens: Tensor, model: Any) -> None:
-    """Refuse tokens that the model has no embedding for: a GPU would end the process on them."""
+    """Raise for tokens without an embedding: on a GPU they would end the process."""
     layer = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if layer is None:
         return
@@ -144,9 +144,9 @@ def need_embeddings(tokens: Tensor, model: Any) -> None:
 
 
 def need_positions(length: int, model: Any, option: str = "--length") -> None:
-    """Tell of rows that are longer than the model was made for; refuse them where it has no position for them.
+    """Warn of rows that are longer than the model was made for; raise if it has no position for them.
 
-    `option`: what makes them shorter.
+    `option`: the option that makes them shorter.
     """
     config = getattr(model, "config", None)
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -202,7 +202,7 @@ def _document(row: Any, where: object, tokenizer: Any, chat_template: bool) -> s
 
 
 def _messages(value: list[Any], where: object) -> list[Any]:
-    """The messages with `role` and `content`: a template would write nothing for keys that it does not know."""
+    """The messages with `role` and `content`: a template would write nothing for unknown keys."""
     found: list[Any] = []
     for message in value:
         if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
@@ -219,12 +219,12 @@ def _messages(value: list[Any], where: object) -> list[Any]:
 def _rendered(messages: list[Any], where: object, tokenizer: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # templates raise what they like, as for roles that do not take turns
+    except Exception as error:  # templates raise any kind of exception, for example if roles do not take turns
         raise ConfigError(f"{where}: the chat template refuses the messages ({error})") from error
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether the path, or a folder on it, is one of an editor or of git."""
+    """Whether the path, or one of its folders, belongs to an editor or to git."""
     return any(part.startswith(".") for part in path.parts)
 
 

@@ -1,4 +1,4 @@
-"""`checksums.json` of a model folder: a bit that has changed on the disk is found when the files are loaded.
+"""`checksums.json` of a model folder: detects changed bits on the disk when the files are loaded.
 
 CRC-32 does not prove who wrote a file. Folders of other tools have no such file, and are not checked.
 """
@@ -26,7 +26,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def write_checksums(folder: Path) -> None:
-    """Write `checksums.json` for all files that lie in the folder now, and have them all written to the disk."""
+    """Write `checksums.json` for all files in the folder, and flush them all to the disk."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
     files = _facts(folder, names)
     text = json.dumps({"format": _FORMAT, "files": files, "crc32": _of_entries(files)}, indent=1) + "\n"
@@ -39,8 +39,8 @@ def write_checksums(folder: Path) -> None:
 def check_files(folder: Path) -> None:
     """Compare the files of a folder with its `checksums.json`, if it has one.
 
-    Weights that differ are an error. Other files, such as config.json and the tokenizer, are edited by users: those
-    that differ cause a warning.
+    Weights that differ are an error. Other files, such as config.json and the tokenizer, are edited by users:
+    differences cause a warning.
     """
     path = folder / CHECKSUMS
     if not path.is_file():
@@ -65,13 +65,13 @@ def check_files(folder: Path) -> None:
 
 
 def fingerprint(folder: Path, files: Iterable[Path], settings: Mapping[str, Any]) -> str:
-    """One value for all bytes of `files` in `folder` and for `settings`: another model has another one."""
+    """One value for all bytes of `files` in `folder` and for `settings`, to identify a model."""
     facts = _facts(folder, sorted({path.name for path in files}))
     return hashlib.sha256(json.dumps([facts, settings], sort_keys=True).encode()).hexdigest()
 
 
 def _facts(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of files, several at once: both the disk and the sums are faster then."""
+    """Size and checksum of files, several at once, which makes both reading and summing faster."""
     if not names:
         return {}
     with ThreadPoolExecutor(min(len(names), _MOST_THREADS, os.cpu_count() or 1)) as pool:

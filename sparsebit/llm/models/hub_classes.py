@@ -1,4 +1,4 @@
-"""The classes of transformers that are needed, imported when they are needed."""
+"""Imports classes of transformers when they are needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAMPLE = "The quick brown fox, 1234 naïve dogs\n  and 日本 🙂."
 
 
 def transformers_module() -> Any:
-    """The package transformers; it is never asked to reach the network."""
+    """The package transformers; it never uses the network."""
     try:
         import transformers
     except Exception:  # a broken package raises anything
@@ -35,7 +35,7 @@ def transformers_module() -> Any:
 
 
 def need_imported(error: Exception) -> None:
-    """Refuse classes of transformers that a broken package keeps from being imported: the model is not the cause."""
+    """Raise for classes of transformers that a broken package makes unimportable: the model is not the cause."""
     if isinstance(error, ImportError) and error.__cause__ is not None:
         raise MissingExtraError("transformers", "llm", "a language model") from error
 
@@ -46,7 +46,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     _need_folder(folder)
     try:
         return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # the classes of configs raise what they like
+    except Exception as error:  # the classes of configs raise any kind of exception
         need_imported(error)
         raise CheckpointError(f"{folder}: its config cannot be read ({error})") from None
 
@@ -68,7 +68,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         )
     try:
         found = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # the package tokenizers raises nothing more special
+    except Exception as error:  # the package tokenizers raises no special class
         need_imported(error)
         raise CheckpointError(f"{folder}: its tokenizer cannot be read ({error})") from None
     if has_pieces_alone:
@@ -77,7 +77,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _compare_pieces(path: Path, tokenizer: Any) -> None:
-    """Warn where the tokenizer that transformers makes of the file has other tokens than sentencepiece itself."""
+    """Warn if the tokenizer that transformers makes from the file has other tokens than sentencepiece itself."""
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -94,12 +94,14 @@ def _compare_pieces(path: Path, tokenizer: Any) -> None:
 
 
 def _need_folder(folder: Path) -> None:
-    """Transformers would take the name of anything else for a model on the network."""
+    """Raise if it is not a folder, because transformers would treat the name as a model on the network."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder of a downloaded model")
 
 
 def default_dtype(config: Any, device: torch.device | str) -> torch.dtype:
-    """The type of activations and float weights: that of the files, but float32 on a CPU (half precision is slow)."""
+    """The type of activations and float weights: that of the files, except float32 on a CPU (half precision is
+    slow).
+    """
     stored: torch.dtype = getattr(config, "dtype", None) or torch.float32
     return torch.float32 if torch.device(device).type == "cpu" else stored

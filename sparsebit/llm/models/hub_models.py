@@ -11,15 +11,15 @@ from pathlib import Path
 from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Of a repository, what a model folder needs: neither pickles nor copies in other formats.
+# The files of a repository that a model folder needs: neither pickles nor copies in other formats.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*"]
 _NOT_WANTED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
-_SECONDS = 5.0  # until the hub counts as out of reach
+_SECONDS = 5.0  # timeout for the hub
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """Which model of the hub a folder holds: `revision` is a commit, so that it can be fetched again."""
+    """The hub's model in a folder: `revision` is a commit, so that it can be fetched again."""
 
     name: str
     revision: str
@@ -28,7 +28,7 @@ class HubSource:
 def local_folder(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The folder of a model: `model` itself if it exists, else that of the hub's model `org/name`.
 
-    The latter is in the local cache; what is not there yet is downloaded. `revision`: a branch, tag or commit of the
+    The latter is in the local cache; missing files are downloaded. `revision`: a branch, tag or commit of the
     hub's model.
     """
     path = Path(model)
@@ -41,7 +41,7 @@ def local_folder(model: str | os.PathLike[str], revision: str | None = None) -> 
         raise CheckpointError(
             f"{name} is not a folder{_alike(path)}; give the folder of a model, or a model of the hub as ORG/NAME"
         )
-    if path.parent.is_dir():  # a path of this machine that was mistyped; asking the hub would hide that
+    if path.parent.is_dir():  # probably a mistyped local path; asking the hub would hide that
         raise CheckpointError(
             f"{name} is not a folder, and {path.parent} is one{_alike(path)}; if a model of the hub is meant, run the "
             "command in another folder"
@@ -91,7 +91,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def _alike(path: Path) -> str:
-    """Folders that the path may have meant."""
+    """Folders with names similar to the path."""
     try:
         names = [found.name for found in path.parent.iterdir() if found.is_dir()]
     except OSError:

@@ -1,10 +1,10 @@
-"""Scales of layers' inputs, folded exactly into the norm or the linear layer in front of it.
+"""Scales of layers' inputs, folded exactly into the norm or the linear layer before it.
 
-`x W^T = (x / s) (s W)^T`. The factor `1 / s` has to come from somewhere: from a norm whose output is `x`, or from rows
-of a linear layer that scale `x` (v of attention in front of o; up in front of down, which multiplies it with the
-activation of gate). Which modules do that is not looked up by their names: candidates are found by running the block,
-and a candidate is taken only if the block proves it. Its channels are scaled by different factors; the input has to
-scale channel by channel by these factors, and with the weights scaled back the block's output has to be unchanged.
+`x W^T = (x / s) (s W)^T`. The factor `1 / s` must come from another module: from a norm whose output is `x`, or from
+rows of a linear layer that scale `x` (v of attention before o; up before down, which multiplies it with the
+activation of gate). These modules are not looked up by their names: candidates are found by running the block,
+and a candidate is accepted only if the block proves it. Its channels are scaled by different factors; the input must
+scale channel by channel by these factors, and with the weights scaled back the block's output must be unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RESIDUAL, _OUTPUT = 1e-3, 1e-4
 
 @dataclass(frozen=True)
 class Fold:
-    """`source`: the module that scales. `owner (in,)`: its channel that each input is made from.
+    """`source`: the module that scales. `owner (in,)`: its channel that each input comes from.
 
     `offset`: 1 for a norm that multiplies by `1 + weight`.
     """
@@ -67,7 +67,7 @@ def scale_readers(block: nn.Module, stage: Sequence[str], scale: Tensor) -> None
 
 @torch.no_grad()
 def find_fold(block: nn.Module, stage: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Fold | None:
-    """The module into which the scale of the input of `stage` is folded; None, if that is exact nowhere.
+    """The module into which the scale of the input of `stage` is folded; None if folding is exact nowhere.
 
     `run`: the output of the block, or of a changed copy of it, for some hidden states.
     """
@@ -160,7 +160,7 @@ def _proven(
 
 
 def _owners(before: Tensor, after: Tensor, factors: Tensor) -> Tensor | None:
-    """The index of the factor by which each channel has been multiplied; None, if one has been changed otherwise."""
+    """The index of the factor by which each channel was multiplied; None if a channel was changed otherwise."""
     x, y = (value.reshape(-1, value.shape[-1]).double() for value in (before, after))
     power = x.square().sum(0)
     is_used = power > 0
@@ -172,7 +172,7 @@ def _owners(before: Tensor, after: Tensor, factors: Tensor) -> Tensor | None:
     lower = (place - 1).clamp(min=0)
     place = torch.where((ordered[lower] - ratio).abs() < (ordered[place] - ratio).abs(), lower, place)
     owner = index[place]
-    if x.shape[1] == len(factors):  # a channel that is always zero says nothing: in a map one to one it is its own
+    if x.shape[1] == len(factors):  # a channel that is always zero is ambiguous: in a one-to-one map it is its own
         owner = torch.where(is_used, owner, torch.arange(len(owner), device=owner.device))
     elif not bool(is_used.all()):
         return None

@@ -1,4 +1,4 @@
-"""Which modules are linear layers whose weights can be packed, and which models only call them."""
+"""Which modules are linear layers whose weights can be packed, and which models only call such layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def as_linear_layers(model: nn.Module) -> frozenset[str]:
-    """Put linear layers in place of `Conv1D` layers (GPT-2 and its kin), on the meta device: the same product, with the
-    weight transposed. Returns the names of their weights, which the files keep as they were, `(in, out)`.
+    """Replace `Conv1D` layers (of GPT-2 and related models) by linear layers, on the meta device: the same product,
+    with the weight transposed. Returns the names of their weights, which files still store as `(in, out)`.
     """
     kind = transformers_module().pytorch_utils.Conv1D
     found = {name: module for name, module in model.named_modules() if type(module) is kind}
@@ -44,9 +44,9 @@ def as_linear_layers(model: nn.Module) -> frozenset[str]:
 
 
 def need_called_layers(model: Any, layers: list[str]) -> None:
-    """Refuse a model whose code reads the weights of these linear layers instead of calling the layers.
+    """Raise for a model whose code reads the weights of these linear layers instead of calling the layers.
 
-    Packed layers have no float weight, so that such a model would fail once it is quantized. `model`, on the meta
+    Packed layers have no float weight, so such a model would fail after quantization. `model`, on the meta
     device, is run on a few tokens. Code that does not run there is not examined.
     """
     try:
@@ -57,14 +57,14 @@ def need_called_layers(model: Any, layers: list[str]) -> None:
             f"{type(model).__name__} reads the weight of {found.name} in its own code instead of calling the layer, "
             "and a packed layer has no float weight: this architecture cannot be quantized"
         ) from None
-    except Exception:  # what depends on values does not run without them
+    except Exception:  # code that depends on values does not run without them
         pass
 
 
 def need_loadable_layers(model: Any, layers: list[str]) -> None:
-    """Refuse a class that transformers cannot load with these layers packed: it initializes their weights then.
+    """Raise for a class that transformers cannot load with these layers packed: it then initializes their weights.
 
-    Experts are not such layers: it unpacks them into its stacked tensors.
+    Experts are not affected: it unpacks them into its stacked tensors.
     """
     parts = [model.get_submodule(name) for name in layers]
     weights = [part._parameters.pop("weight") for part in parts]
@@ -86,7 +86,7 @@ def need_loadable_layers(model: Any, layers: list[str]) -> None:
 
 
 class _WithoutWeight(nn.Module):
-    """In place of a linear layer: its output has the right shape, and its weight must not be read."""
+    """Replaces a linear layer: its output has the right shape, and its weight must not be read."""
 
     def __init__(self, name: str, layer: nn.Linear) -> None:
         super().__init__()

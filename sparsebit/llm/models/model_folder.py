@@ -1,4 +1,4 @@
-"""`ModelFolder`: a model as transformers keeps it, its tensors read one at a time from memory-mapped safetensors."""
+"""`ModelFolder`: a model in transformers' format, its tensors read one at a time from memory-mapped safetensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PICKLE = (
 
 
 class ModelFolder:
-    """`config`: the model's config.json. `files`: which file holds a tensor, by the tensor's name."""
+    """`config`: the model's config.json. `files`: the file of each tensor, by the tensor's name."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

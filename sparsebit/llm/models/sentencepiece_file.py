@@ -42,7 +42,7 @@ class SentencePieceFile:
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether the file begins as one of sentencepiece does; a `tokenizer.model` of tiktoken is lines of base64."""
+    """Whether the file begins like those of sentencepiece; a `tokenizer.model` of tiktoken is lines of base64."""
     try:
         with path.open("rb") as file:
             return file.read(1) == bytes([_PIECES << 3 | 2])
@@ -59,7 +59,7 @@ def read_sentencepiece(path: Path) -> SentencePieceFile:
         normalizer = dict(_fields(b"".join(value for number, value in fields if number == _NORMALIZER)))
     except (OSError, ValueError, IndexError, TypeError, struct.error) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}); is it a file of sentencepiece?") from None
-    if not pieces or not trainer:  # the settings lie behind the tokens
+    if not pieces or not trainer:  # the settings come after the tokens
         raise CheckpointError(f"{path} cannot be read (tokens or settings are missing); is it a file of sentencepiece?")
     changes = bool(normalizer.get(_CHARSMAP)) or bool(normalizer.get(_REMOVE_WHITESPACE, 1))
     kind = trainer.get(_MODEL_TYPE, 1)
@@ -95,7 +95,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(data: bytes, place: int) -> tuple[int, int]:
-    """A whole number in groups of 7 bits, and the place behind it."""
+    """A whole number in groups of 7 bits, and the place after it."""
     value = shift = 0
     while True:
         byte = data[place]

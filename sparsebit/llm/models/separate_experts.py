@@ -1,7 +1,7 @@
-"""`SeparateExperts`: the experts of a block as linear layers of their own, each with its own input.
+"""`SeparateExperts`: the experts of a block as separate linear layers, each with its own input.
 
 transformers 5 keeps the experts of a block in two stacked tensors, `gate_up_proj (experts, 2 * inner, hidden)` and
-`down_proj (experts, hidden, inner)`; checkpoints keep a matrix for each expert. Here each of those matrices is a linear
+`down_proj (experts, hidden, inner)`; checkpoints have a matrix for each expert. Here each of those matrices is a linear
 layer, named as in the checkpoint, so that it is hooked, quantized, packed and written as any other layer.
 """
 
@@ -26,9 +26,9 @@ class ExpertNames:
 
 
 class SeparateExperts(nn.Module):
-    """Computes what the stacked `fused` computes; the layers of expert 3 are `3.gate`, `3.up` and `3.down`.
+    """Computes the same as the stacked `fused`; the layers of expert 3 are `3.gate`, `3.up` and `3.down`.
 
-    Weights are not taken over: `fused` is on the meta device, and they are read from files afterwards.
+    Weights are not copied: `fused` is on the meta device, and they are read from files afterwards.
     """
 
     def __init__(self, fused: Any, names: ExpertNames) -> None:
@@ -47,7 +47,7 @@ class SeparateExperts(nn.Module):
             expert.add_module(names.down, nn.Linear(inner, hidden, **kind))
             self.add_module(str(number), expert)
         del fused.gate_up_proj, fused.down_proj
-        self.gating = fused  # what is left of it knows the activation function and how gate and up are joined
+        self.gating = fused  # used for its activation function and its way to join gate and up
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden_states (tokens, hidden)`, `top_k_index (tokens, k)`: the experts of each token, and their weights."""
@@ -72,9 +72,9 @@ class SeparateExperts(nn.Module):
 
 
 def separate_experts(model: nn.Module, converters: Sequence[Any]) -> list[Any]:
-    """Replace stacked experts by `SeparateExperts` where their matrices are single in checkpoints.
+    """Replace stacked experts by `SeparateExperts` if checkpoints have a matrix for each.
 
-    `converters`: transformers' rules that build stacked tensors from single ones. Those that are left are returned.
+    `converters`: transformers' rules that build stacked tensors from single ones. Returns the remaining rules.
     Experts of another layout (transposed, interleaved, with biases) stay stacked.
     """
     used: list[Any] = []

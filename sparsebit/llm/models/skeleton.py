@@ -1,9 +1,9 @@
-"""`Skeleton`: a model without weights, whose parts get theirs from the files when needed and lose them again.
+"""`Skeleton`: a model without weights; the weights of its parts are read from files when needed, and freed again.
 
 `fill` reads the weights of a module, `empty` frees them. The names of tensors in files differ from those in the model:
 transformers' own renaming rules translate them (`names`). Three things differ from transformers' model: experts are
-separate linear layers, `Conv1D` layers are linear layers with the transposed weight, and tied weights whose files
-differ are not tied. Buffers that no file holds are computed again, and proven to depend on the config alone.
+separate linear layers, `Conv1D` layers are linear layers with the transposed weight, and tied weights with different
+values in the files are not tied. Buffers without a file are recomputed, and proven to depend on the config alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import separate_experts
 
 log = logging.getLogger(__name__)
-# Files that hold the experts of a block stacked, as transformers has them in memory.
+# Files with the stacked experts of a block, as transformers has them in memory.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-# Types whose values are the weights themselves; numbers of 8 bits and whole numbers go with scales.
+# Types whose values are the weights themselves; 8-bit floats and whole numbers come with scales.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,9 +56,9 @@ class Skeleton:
         self._drop_first_values()
 
     def _untie(self) -> None:
-        """Take weights of the files that differ for weights of their own, also where the config says they are shared.
+        """Separate weights whose values in the files differ, even if the config ties them.
 
-        transformers does the same. The config is corrected, since others would share them.
+        transformers does the same. The config is corrected, because other readers would tie them.
         """
         for target, source in dict(self.model.all_tied_weights_keys).items():
             own, other = self.names.get(target), self.names.get(source)
@@ -73,7 +73,7 @@ class Skeleton:
                 self.folder.config["tie_word_embeddings"] = False
 
     def _drop_first_values(self) -> None:
-        """Put all that the files hold on the meta device: some classes draw first values that do not begin there."""
+        """Move everything that the files hold to the meta device: some classes create initial values elsewhere."""
         for path, part in self.model.named_modules():
             for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
                 name = f"{path}.{own}" if path else own
@@ -81,7 +81,7 @@ class Skeleton:
                     set_tensor(part, own, tensor.to("meta"))
 
     def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
-        """The module at `path` with its weights, and with those of the modules in it, but not of those at `without`."""
+        """The module at `path` with its weights, and with those of its submodules, except for those at `without`."""
         module: nn.Module = self.model.get_submodule(path)
         for name, part in module.named_modules():
             full = ".".join(filter(None, (path, name)))
@@ -96,14 +96,14 @@ class Skeleton:
         return module
 
     def check_shapes(self) -> None:
-        """Refuse files that cannot be read, lack a tensor of the model or hold one in another shape."""
+        """Raise for files that cannot be read, lack a tensor of the model or have one in another shape."""
         shapes = self.folder.shapes()
         for name, wanted in self.model.state_dict().items():
             found = shapes[self._file_name(name)]
             self._need_shape(name, found[::-1] if name in self.transposed else found, wanted)
 
     def read(self, name: str, wanted: Tensor) -> Tensor:
-        """A tensor of the model from the files, on the CPU, in the type that the model has; `wanted`: its shape."""
+        """A tensor of the model from the files, on the CPU, in the model's type; `wanted`: its shape."""
         value = self.in_files(name, self.folder.tensor(self._file_name(name)))
         self._need_shape(name, tuple(value.shape), wanted)
         if wanted.is_floating_point() and value.dtype not in _FLOATS:
@@ -132,9 +132,9 @@ class Skeleton:
             )
 
     def check_unused(self, packed: Collection[str] = ()) -> None:
-        """Log which tensors of the files the architecture has no place for; `packed`: those of packed layers.
+        """Log the tensors of the files that the architecture does not use; `packed`: those of packed layers.
 
-        Those of further layers or experts are an error: the model would run with a part of its weights.
+        Tensors of further layers or experts are an error: the model would run with a part of its weights.
         """
         used = {self.names[name] for name in self.model.state_dict() if name in self.names} | set(packed)
         expected = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
@@ -155,7 +155,7 @@ class Skeleton:
             )
 
     def stored_type(self, name: str) -> torch.dtype:
-        """The type in which files keep a tensor of the model, and what is made of it; float32 in place of float64."""
+        """The type in which the files store a tensor of the model; results get the same, but float32 for float64."""
         found = self.folder.tensor(self.names[name]).dtype
         return torch.float32 if found == torch.float64 else found
 
@@ -165,7 +165,7 @@ class Skeleton:
 
 
 def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The architecture on the meta device: it takes no memory, whatever its size."""
+    """The architecture on the meta device, which takes no memory."""
     auto = transformers_module().AutoModelForCausalLM
     if trust_remote_code is False and type(config) not in auto._model_mapping:
         raise CheckpointError(
@@ -175,7 +175,7 @@ def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = Fa
     try:
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as error:  # classes of models raise what they like, as for a missing package
+    except Exception as error:  # classes of models raise any kind of exception, for example for a missing package
         need_imported(error)
         raise CheckpointError(
             f"the architecture {config.model_type!r} cannot be built from its config ({type(error).__name__}: {error})"
@@ -186,7 +186,7 @@ def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = Fa
 def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
     """Compute the buffers of `part` that no file holds, such as the frequencies of rotary embeddings.
 
-    transformers computes them again in `_init_weights`. One that stays as it was is an error, since the model would
+    transformers recomputes them in `_init_weights`. One that stays unchanged is an error, since the model would
     compute with arbitrary numbers.
     """
     missing = [name for name in part._non_persistent_buffers_set if _is_meta(part._buffers.get(name))]
@@ -204,7 +204,7 @@ def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Put `value` in the place of the module's parameter or buffer `name`."""
+    """Replace the module's parameter or buffer `name` by `value`."""
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
     else:
@@ -242,7 +242,7 @@ def _file_names(model: Any, folder: ModelFolder, renamings: list[Any], converter
 
 
 def _numbered(name: str) -> list[str]:
-    """The name with each of its numbers in turn left open.
+    """The name with each of its numbers in turn replaced by a star.
 
     >>> _numbered("layers.3.experts.0.up")
     ['layers.*.experts.0.up', 'layers.3.experts.*.up']

@@ -1,1 +1,1 @@
-"""The run: blocks in turn, their ranges and rounding, bits per layer, resume."""
+"""Quantizes a model block by block: calibration, rounding, bits per layer, resuming."""

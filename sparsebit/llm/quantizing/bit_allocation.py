@@ -1,4 +1,4 @@
-"""Which layer gets how many bits: the exact integer program over what each number of bits costs each layer."""
+"""Which layer gets how many bits: the exact integer program over the cost of each number of bits in each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebit.numerics.choices.integer_program import Budget, choose
 
 @dataclass(frozen=True)
 class LayerBits:
-    """`costs`: by how much the loss of a token (in nats) is estimated to rise, by number of bits."""
+    """`costs`: the estimated rise of the loss of a token (in nats), by number of bits."""
 
     bits: int
     num_weights: int
@@ -25,7 +25,7 @@ class LayerBits:
 class BitAllocation:
     """The bits of each layer by its name in the model.
 
-    `limit`: the average number of bits that was allowed; scales and zero points come on top of it.
+    `limit`: the allowed average number of bits; scales and zero points are not included.
     """
 
     layers: Mapping[str, LayerBits]
@@ -63,7 +63,7 @@ def allocate(
     fused: Iterable[Sequence[str]],
     average_bits: float,
 ) -> BitAllocation:
-    """The bits with the smallest sum of costs, at most `average_bits` per weight in the mean.
+    """The bits with the smallest sum of costs, with at most `average_bits` per weight on average.
 
     `costs[layer][bits]`, with the same bits for all layers. `fused`: layers that get the same bits.
     """
@@ -77,7 +77,7 @@ def allocate(
 
 
 def need_solver() -> None:
-    """Refuses to begin where the solver is missing."""
+    """Raise before the work if the solver is missing."""
     if find_spec("scipy") is None:
         raise MissingExtraError("scipy", "llm", "choosing the bits of each layer")
 

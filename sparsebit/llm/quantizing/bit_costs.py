@@ -1,4 +1,4 @@
-"""The cost of each number of bits in each layer, estimated from one pass forward and one back, a block at a time.
+"""The cost of each number of bits in each layer, estimated from one forward and one backward pass, block by block.
 
 An error `E` of a layer's weight changes its output by `E x`. To second order the loss of a token rises by
 `1/2 (g . E x)^2` in the mean, with `g` the loss's gradient at the output (the empirical Fisher information). With `g`
@@ -6,7 +6,7 @@ and `x` taken as independent of each other, and outputs of one another, that is
 
     1/2 sum_r mean(g_r^2) (E H E^T)_rr,   H = mean(x x^T),
 
-the loss of rounding that GPTQ works with, each row weighted by its gradients. It compares layers in one unit, nats.
+the loss of rounding in GPTQ, each row weighted by its gradients. It compares layers in one unit, nats.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.progress import track
 
-# Windows of the calibration text that are read: the pass back takes several times as long as one forward.
+# Number of windows of the calibration text: the backward pass takes several times as long as one forward.
 NUM_SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class BitCosts:
-    """`costs[layer][bits]`; `fused`: layers that have to have the same number of bits."""
+    """`costs[layer][bits]`; `fused`: layers that must have the same number of bits."""
 
     costs: Mapping[str, Mapping[int, float]]
     num_weights: Mapping[str, int]
@@ -52,7 +52,7 @@ def bit_costs(walk: BlockWalk, recipe: Recipe, paths: Sequence[str]) -> BitCosts
 
 
 class _TwoPasses:
-    """The store of the walk holds the input of every block on the way forward, then the gradient of its output."""
+    """The store of the walk contains the input of every block during the forward, then the gradient of its output."""
 
     def __init__(self, walk: BlockWalk, recipe: Recipe, paths: Sequence[str]) -> None:
         self.walk, self.recipe, self.paths, self.skeleton = walk, recipe, paths, walk.skeleton
@@ -119,7 +119,7 @@ class _TwoPasses:
     def _cost(self, path: str, name: str, weight: Tensor, moments: InputMoments, squares: Tensor) -> None:
         full = f"{path}.{name}"
         stored = self.skeleton.stored_type(f"{full}.weight")
-        # Without sweeps, to save time: the costs only have to rank layers and bits.
+        # Without sweeps, to save time: the costs only need to rank layers and bits.
         quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
         self.num_weights[full] = weight.numel()
         if not moments.num_rows:  # an expert that no token reached
@@ -137,7 +137,7 @@ class _TwoPasses:
 
 
 class _Seen:
-    """Moments of what each stage reads, and the sums of squares of the gradients at each layer's outputs."""
+    """Moments of each stage's input, and the sums of squares of the gradients at each layer's outputs."""
 
     def __init__(self, modules: Mapping[str, nn.Linear], stages: Stages) -> None:
         self.moments = {stage[0]: InputMoments() for stage in stages}

@@ -1,7 +1,7 @@
 """`BlockRounding`: the weights of one block, rounded stage by stage, each on the outputs of those before.
 
 Layers of a stage read the same input, so they share its second moments and are rounded together. A stage is rounded
-after the earlier stages of its block have their rounded weights. Layers of experts are different: each one reads its
+after the earlier stages of its block have their rounded weights. Expert layers are different: each one reads its
 own tokens, and one that too few tokens reach is rounded without them.
 """
 
@@ -26,10 +26,10 @@ from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.rounding.hessian import InputMoments
 
 log = logging.getLogger(__name__)
-# An expert's layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
-# would fit the weight to the few tokens, and err more on others. Other layers only cause a warning. Measured on a layer
-# of book-llama with 512 columns: GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1 token a
-# column, 1.08 with 2, 0.78 with 8.
+# An expert layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
+# would fit the weight to the few tokens, with larger errors on others. Other layers only cause a warning. Measured on
+# a layer of book-llama with 512 columns: GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1
+# token a column, 1.08 with 2, 0.78 with 8.
 TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25}
 
 
@@ -98,7 +98,7 @@ class BlockRounding:
         tokens: Mapping[str, int],
         path: str,
     ) -> dict[str, Weight]:
-        """The layers of a stage; those that are rounded alike are rounded together. The moments are used up."""
+        """The layers of a stage; those that are rounded alike are rounded together. The moments are consumed."""
         modules, kinds = linears(block), dict[tuple[Recipe, torch.dtype, bool], list[str]]()
         for name in stage:
             full = f"{path}.{name}"
@@ -122,7 +122,7 @@ class BlockRounding:
 
 
 def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:
-    """How an expert's layer that has read so few tokens is rounded; None, if they are enough for its Hessian."""
+    """How an expert layer that has read so few tokens is rounded; None if they are enough for its Hessian."""
     needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * num_columns)
     if num_tokens >= needed:
         return None
@@ -139,7 +139,7 @@ def widest_layer(blocks: Iterable[nn.Module]) -> int:
 
 
 def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Recipe) -> None:
-    """Warn of text that is too little for the Hessian of the widest layer; experts have their own rule."""
+    """Warn if there is too little text for the Hessian of the widest layer; experts have a separate rule."""
     if not recipe.needs_text:
         return
     widest = widest_layer(blocks)
@@ -159,7 +159,7 @@ def put_weight(block: nn.Module, name: str, packed: Weight) -> None:
 
 
 def put_block(block: nn.Module, finished: FinishedBlock) -> None:
-    """Make the float block what was made of it."""
+    """Put the quantized result into the float block."""
     for name, weight in finished.layers.items():
         put_weight(block, name, weight)
     for name, value in finished.others.items():

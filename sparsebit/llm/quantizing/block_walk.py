@@ -1,7 +1,7 @@
-"""`BlockWalk`: calibration tokens through a model one block at a time, in bounded memory.
+"""`BlockWalk`: passes calibration tokens through a model one block at a time, in bounded memory.
 
-Two streams of hidden states run side by side: those of the float model, and those behind the blocks as they are now.
-Both are kept in a store with a budget. Only the block that is worked on has weights.
+Two streams of hidden states run side by side: those of the float model, and those after the blocks in their current
+state. Both are kept in a store with a budget. Only the current block has weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sparsebit.llm.process_group import Rank
 from sparsebit.numerics.rounding.hessian import InputMoments
 
 Stream = Literal["float", "changed"]
-# Bytes of hidden states, or of second moments, that a GPU holds: the rest of its memory is for the work on a layer.
+# Bytes of hidden states, or of second moments, on a GPU: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
 _NOT_WALKED = "this architecture cannot be quantized block by block"
-# What classes of blocks give: the hidden states, or a tuple that begins with them.
+# Outputs of block classes: the hidden states, or a tuple that begins with them.
 _Form = Callable[[Tensor], Any]
 _FORMS: tuple[_Form, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None))
 
 
 class _Reached(Exception):
-    """Ends a forward whose rest is not needed."""
+    """Ends a forward whose remainder is not needed."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class _Call:
 class BlockWalk:
     """`tokens (samples, length)` on their way through the model of a skeleton.
 
-    `with_float`: keep the float model's stream too. `memory_budget`: bytes of hidden states in memory; the rest is on
-    disk. Besides, up to 1 GiB are on the device, if that is not a CPU. `rank`: of several processes; each walks its
+    `with_float`: also keep the float model's stream. `memory_budget`: bytes of hidden states in memory; the rest is on
+    disk. In addition, up to 1 GiB are on the device, if that is not a CPU. `rank`: of several processes; each walks its
     share of the batches, and moments are of all of them.
     """
 
@@ -88,7 +88,7 @@ class BlockWalk:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Compute what the first block reads."""
+        """Compute the input of the first block."""
         self.fill_outside()
         for index, batch in enumerate(self.batches):
             hidden, calls = self._front(batch.to(self.skeleton.device))
@@ -103,7 +103,7 @@ class BlockWalk:
         self.skeleton.empty("")
 
     def fill_outside(self, *, with_head: bool = False) -> None:
-        """Read the weights that are in no block."""
+        """Read the weights outside of the blocks."""
         head = None if with_head else _output_path(self.skeleton.model)
         self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
         if with_head:
@@ -143,7 +143,7 @@ class BlockWalk:
     def moments_together(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
         """Second moments of each stage's input, by its first layer, from one pass; experts may get no token.
 
-        Without the float input: the float model may send other tokens to an expert.
+        The float input is left out: the float model may send other tokens to an expert.
         """
         modules = linears(changed)
         found = {stage[0]: InputMoments() for stage in stages}
@@ -183,7 +183,7 @@ class BlockWalk:
         """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows.
 
         If it does not, and nothing needs the outputs before the block is done, `advance` computes them: then each batch
-        has one hidden state of the float model at a time.
+        has only one hidden state of the float model at a time.
         """
         if not self.with_float:
             return
@@ -208,9 +208,9 @@ class BlockWalk:
 
     @torch.no_grad()
     def advance(self, changed: nn.Module, stages: Stages, original: nn.Module | None = None) -> None:
-        """The block is done: compute what the next one reads, unless this is the last.
+        """Finish the block: compute the input of the next one, unless this is the last.
 
-        `original`: the float block, whose outputs `run_float` may have left for now.
+        `original`: the float block, whose outputs `run_float` may have postponed.
         """
         for index in range(len(self.batches)):
             for stage in stages:
@@ -282,7 +282,7 @@ class BlockWalk:
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
         """The input of block 0, and the other arguments of every block.
 
-        Blocks of some classes give tuples: the first form of output with which the model runs is kept.
+        Blocks of some classes return tuples: the first form of output with which the model runs is kept.
         """
         refusals: list[ConfigError] = []
         for form in _FORMS if self._form is None else (self._form,):
@@ -296,7 +296,9 @@ class BlockWalk:
         raise refusals[0]
 
     def _passed_through(self, tokens: Tensor, form: _Form) -> tuple[Tensor, list[_Call]]:
-        """The model with blocks that give their hidden states unchanged: each has to be run once, and read the same."""
+        """Run the model with blocks that return their hidden states unchanged: each must run once, with the same
+        inputs.
+        """
         calls: list[_Call] = []
         first = torch.empty(0)
 
@@ -306,7 +308,7 @@ class BlockWalk:
             if number != len(calls):
                 raise ConfigError(f"{self._kind()} does not run its blocks one after another, each once: {_NOT_WALKED}")
             if not calls:
-                first = hidden.clone()  # what follows might write to the tensor itself
+                first = hidden.clone()  # later code might write to the tensor itself
             elif number + 1 == self.num_blocks and not torch.equal(hidden, first):
                 raise ConfigError(f"{self._kind()} computes something between its blocks: {_NOT_WALKED}")
             calls.append(_Call(args[1:], kwargs))
@@ -327,7 +329,7 @@ class BlockWalk:
         return type(self.skeleton.model).__name__
 
     def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """The logits for `hidden`, the output of the last block; the weights outside of the blocks have to be there."""
+        """The logits for `hidden`, the output of the last block; the weights outside of the blocks must be present."""
         assert self._form is not None, "start was not called"
         given = self._form(hidden)
         with self._blocks_are(lambda number, *_, **__: given):
@@ -347,7 +349,7 @@ class BlockWalk:
 
 @contextlib.contextmanager
 def _hooked(modules: dict[str, nn.Linear], taken: dict[str, Tensor], *, stop: bool = False) -> Iterator[None]:
-    """Inside, the inputs of the modules are put into `taken`; `stop`: the forward ends there."""
+    """Inside, the inputs of the modules are stored in `taken`; `stop`: the forward ends there."""
 
     def take(name: str, args: tuple[Any, ...]) -> None:
         taken[name] = args[0]

@@ -1,4 +1,4 @@
-"""`ChannelScaling`: the scales of AWQ, searched for each input of a block and folded where that is exact."""
+"""`ChannelScaling`: the scales of AWQ, searched for each input of a block and folded if that is exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsebit.numerics.rounding.hessian import InputMoments
 
 
 class ChannelScaling:
-    """Scales of the inputs of blocks. Where they can be folded is found once for blocks of one structure."""
+    """Scales of the inputs of blocks. For blocks of one structure, the place to fold them is searched once."""
 
     def __init__(
         self, walk: BlockWalk, recipe_of: Callable[[str], Recipe], stored: Callable[[str], torch.dtype]
@@ -28,7 +28,7 @@ class ChannelScaling:
 
     @torch.no_grad()
     def apply(self, block: nn.Module, stages: Stages, path: str) -> dict[str, ScaledInput]:
-        """Scale the block at `path` of the model, with float weights still; what was done, by each stage's layers."""
+        """Scale the block at `path` of the model, before rounding; returns the result, by each stage's layers."""
         inside = tuple(f"{name}." for name in experts_in(block))
         alone = tuple(stage for stage in stages if not stage[0].startswith(inside))
         found = {
@@ -74,9 +74,9 @@ class ChannelScaling:
         return ScaledInput(found.alpha, fold.source)
 
     def _storable(self, block: nn.Module, fold: Fold, factor: Tensor, path: str) -> Tensor | None:
-        """The factors with which a norm's weights are numbers of the files' type, so that rounding it changes nothing.
+        """Factors for which the norm's weights are exact in the files' type, so that rounding them changes nothing.
 
-        A linear layer is rounded afterwards, whatever its rows are multiplied by; its bias is rounded to its type.
+        A linear layer is rounded afterwards anyway; its bias is rounded to its type.
         """
         weight = block.get_submodule(fold.source).weight
         assert isinstance(weight, Tensor)

@@ -1,10 +1,10 @@
-"""AutoRound on the blocks of a language model: rounding and ranges of all its layers learned together.
+"""AutoRound on the blocks of a language model: learns the rounding and ranges of all its layers together.
 
 Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (EMNLP 2024), section 3: an offset for each weight
 decides whether it is rounded up or down, and two factors for each group clip its range; both are moved by the sign of
 the gradient of the block's error. As in the reconstruction of other models, a weight is a `LearnedCodes` of numerics,
-and the training is that of `execution/blocks/training.py`. Inputs come from the quantized blocks in front, targets from
-the float model.
+and the training is that of `execution/blocks/training.py`. Inputs come from the preceding quantized blocks, targets
+from the float model.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import smallest_scale
 from sparsebit.numerics.rounding.learned_codes import LearnedCodes, StartGrid
 
-_NARROWEST = 0.5  # a learned range, as a share of the one to begin with
+_NARROWEST = 0.5  # a learned range, as a share of the initial one
 
 
 class LearnedLayer:
-    """The weight of a layer whose codes and ranges are learned, beginning with those that it has.
+    """The weight of a layer whose codes and ranges are learned, starting from the present ones.
 
     `weight (out, in)`: its float values. Shapes inside are `(out, groups, columns)`, of scales `(out, groups, 1)`.
     """
@@ -52,12 +52,12 @@ class LearnedLayer:
         return [ParameterGroup((self.learned.v,), lr, "linear", signed=True), ranges]
 
     def weight(self) -> Tensor:
-        """As it is now, with straight-through gradients, `(out, in)`."""
+        """The current weight, with straight-through gradients, `(out, in)`."""
         return self.learned.values().reshape(self.shape)
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
-        """The codes for scales as they are stored."""
+        """The codes for the stored scales."""
         stored = self.begin.scales.dtype
         scale, zero = self.learned.grid()
         scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
@@ -69,7 +69,7 @@ class LearnedLayer:
 
 
 class _WalkData(BlockData):
-    """The values of the walk's present block, for the training."""
+    """The values of the walk's current block, for the training."""
 
     def __init__(self, walk: BlockWalk, block: nn.Module, name: str) -> None:
         self.block, self.num_batches = Block(name, ()), len(walk.batches)
@@ -97,7 +97,7 @@ def learn_rounding(
     steps: int,
     name: str,
 ) -> dict[str, PackedWeight]:
-    """Better codes and ranges for the packed layers of the walk's present block; those given, where none are found.
+    """Better codes and ranges for the packed layers of the walk's current block; the given ones if none are found.
 
     `floats(layer)`: the float weight of a layer.
     """
@@ -118,7 +118,7 @@ def learn_rounding(
 
 @contextlib.contextmanager
 def _computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
-    """Inside, the layers of the block compute with the weights that are learned."""
+    """Inside, the layers of the block compute with the learned weights."""
     modules = linears(block)
 
     def forward(layer: LearnedLayer, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""`QuantizationRun`: a model on its way through its blocks, each quantized after those in front of it.
+"""`QuantizationRun`: quantizes a model block by block, each after the preceding ones.
 
 `block` does the work of one block: read its float weights, round them (`BlockRounding`), keep the result in the run's
 folder, and advance the calibration text (`BlockWalk`) through the rounded block. An interrupted run reads finished
@@ -40,14 +40,14 @@ _WEIGHTS = "weights"  # the checksum of a block's float weights, in its file of 
 
 @dataclass(frozen=True)
 class ExpertCalibration:
-    """`num_tokens`: of the calibration text that the layer has read. `fallback`: why and how it was rounded without."""
+    """`num_tokens`: calibration tokens that the layer has read. `fallback`: why and how it was rounded without them."""
 
     num_tokens: int
     fallback: str | None
 
 
 class QuantizationRun:
-    """The model on its way through the blocks, and what is known of the finished ones."""
+    """The model with its current block, and the facts of the finished ones."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class QuantizationRun:
             with_float=recipe.needs_float_inputs,
             batch_size=batch_size,
             memory_budget=memory_budget,
-            rank=rank if recipe.needs_text else None,  # without text there is nothing to share out
+            rank=rank if recipe.needs_text else None,  # without text there is no work to distribute
         )
         self.batch_size, self.memory_budget = batch_size, memory_budget
         self.allocation: BitAllocation | None = None
@@ -83,7 +83,7 @@ class QuantizationRun:
         self._bits = self._weights = 0.0
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the result, besides the weights of the blocks, which are compared block by block."""
+        """Everything that decides the result, except the weights of the blocks, which are compared block by block."""
         outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
         rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
         dtype = self.skeleton.dtype
@@ -100,7 +100,7 @@ class QuantizationRun:
         return name.startswith(f"{self.architecture.blocks}.")
 
     def allocate(self, folder: RunFolder) -> None:
-        """Choose the bits of each layer, if they are mixed; an interrupted run has chosen already."""
+        """Choose the bits of each layer, if they are mixed; an interrupted run has its choice already."""
         if not self.recipe.is_mixed:
             return
         known = self.rank.from_first(lambda: folder.note(ALLOCATION))
@@ -128,9 +128,9 @@ class QuantizationRun:
         return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
 
     def block(self, number: int, folder: RunFolder, *, is_run: bool) -> None:
-        """Quantize the next block, or read it if it is finished, and compute what the one behind it reads.
+        """Quantize the next block, or read it if it is finished, and compute the input of the block after it.
 
-        `is_run`: this block or one behind it is not finished, so that calibration text goes through it.
+        `is_run`: this block or a later one is not finished, so that calibration text goes through it.
         """
         is_walked = is_run and self.recipe.needs_text
         if number == 0 and is_walked:
@@ -170,7 +170,7 @@ class QuantizationRun:
         return found
 
     def ignored(self) -> list[str]:
-        """The linear layers of the model that stay float, and what chooses the experts, which vLLM has as a layer."""
+        """The linear layers of the model that stay float, and the routers of experts, which are layers in vLLM."""
         every = [name for name, part in self.skeleton.model.named_modules() if is_linear(part)]
         return [*(name for name in every if name not in self.formats), *routers(self.skeleton)]
 
@@ -184,7 +184,7 @@ class QuantizationRun:
 
     def _note(self, number: int, source: str, block: FinishedBlock, stages: Stages) -> None:
         self.sources.append(source)
-        # Sorted: a block that was read from a file has its layers in another order than one that was rounded here.
+        # Sorted: a block that was read from a file has its layers in another order than one that was just rounded.
         for name, weight in sorted(block.layers.items()):
             full = f"{self.paths[number]}.{name}"
             self.formats[full] = layer_format(weight, self.recipe)

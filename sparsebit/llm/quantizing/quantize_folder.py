@@ -1,9 +1,9 @@
-"""`quantize`: a model folder to a packed folder, block by block, resumable, checked before it is kept.
+"""`quantize`: writes a model folder as a packed folder, block by block, resumable, checked before it is kept.
 
 Everything that can fail is tried before the first block, since the work takes hours: the reader of the result, the
-layers, the weights, the text. Under torchrun all processes run this code; `rank.from_first` is what only the first one
-does. `QuantizationRun.settings` holds everything besides the weights that decides the result: a run continues if it is
-equal.
+layers, the weights, the text. Under torchrun all processes run this code; `rank.from_first` is for work of the first
+one only. `QuantizationRun.settings` holds everything besides the weights that decides the result: a run continues if
+it is equal.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _SOURCE = "source.json"
 class QuantizedModel:
     """The result of `quantize`. Sizes in bytes of all weights in the files; `bits_per_weight`: of the quantized layers.
 
-    `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off. `allocation`: of
-    mixed bits. `experts`: how each layer of an expert was calibrated, by name; empty where no text was needed.
-    `scaled_inputs`: of `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
-    and commit of a model of the hub. `calibration_windows`: how many windows each text gave, by its path.
+    `num_resumed`: blocks that an interrupted run had finished. `check`: None if it was switched off. `allocation`: of
+    mixed bits. `experts`: how each expert layer was calibrated, by name; empty if no text was needed.
+    `scaled_inputs`: for `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
+    and commit of a model of the hub. `calibration_windows`: how many windows came from each text, by its path.
     """
 
     folder: Path
@@ -97,13 +97,13 @@ def quantize(
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
     exist yet; it appears whole, after plain transformers has loaded it and computed our logits (`check`). One block
     at a time is in memory, and hidden states up to `memory_budget` bytes, the rest on disk; by default half of the
-    memory that is free, from 1 to 8 GiB. `dtype`: in which the blocks compute hidden states. Half types are for
+    free memory, from 1 to 8 GiB. `dtype`: in which the blocks compute hidden states. Half types are for
     `rtn` and `gptq` on a GPU, where they are faster and take half of the memory; second moments and weights are
-    float32 and float64 all the same. Finished blocks are kept in `OUTPUT.partial`: the same call continues an
-    interrupted run behind the last one, with the same result.
+    float32 and float64 in any case. Finished blocks are kept in `OUTPUT.partial`: the same call continues an
+    interrupted run after the last one, with the same result.
 
-    Embeddings, norms and the output layer stay as they are. With mixed bits, a pass over the model estimates what each
-    number of bits costs each layer before the first block is quantized; `bit_allocation.json` in the folder lists it.
+    Embeddings, norms and the output layer are not changed. With mixed bits, a pass over the model estimates the cost of
+    each number of bits in each layer before the first block is quantized; `bit_allocation.json` in the folder lists it.
 
     Under torchrun the batches of calibration text are split over the processes and their second moments are summed, so
     that the result is that of one process; rank 0 writes.
@@ -200,7 +200,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
 
 
 def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
-    """The model without weights, rotated where the recipe says so; a model that cannot be quantized is an error."""
+    """The model without weights, rotated if the recipe requires it; a model that cannot be quantized is an error."""
     recipe, skeleton = job.recipe, job.skeleton(job.source, rank)
     skeleton.check_unused()
     architecture = architecture_of(skeleton.model)
@@ -245,7 +245,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
 
 
 def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
-    """Refuse types in which a method does not compute hidden states."""
+    """Raise for types in which a method does not compute hidden states."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
     if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
@@ -277,7 +277,7 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
 
 
 def _check_layers(skeleton: Skeleton, architecture: Architecture, *, is_loaded: bool) -> None:
-    """Refuse blocks whose layers cannot be packed; `is_loaded`: transformers will load them packed."""
+    """Raise for blocks whose layers cannot be packed; `is_loaded`: transformers will load them packed."""
     names: list[str] = []
     for number, block in enumerate(blocks_of(skeleton.model, architecture)):
         names += [f"{architecture.blocks}.{number}.{name}" for name in linears(block)]
@@ -287,7 +287,7 @@ def _check_layers(skeleton: Skeleton, architecture: Architecture, *, is_loaded: 
 
 
 def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
-    """Refuse number formats of experts that transformers does not read."""
+    """Raise for number formats of experts that transformers does not read."""
     if not experts_in(skeleton.model):
         return
     if recipe.method == "nvfp4":
@@ -303,7 +303,7 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
 
 
 def _num_to_do(folder: RunFolder, num_blocks: int) -> int:
-    """How many of the first blocks have to be run: those up to the last one that is not finished."""
+    """How many of the first blocks must be run: those up to the last unfinished one."""
     left = [number for number in range(num_blocks) if not folder.file(number).is_file()]
     return left[-1] + 1 if left else 0
 

@@ -1,4 +1,4 @@
-"""`need_readable`: before hours of work, a tiny model of the same format is written, loaded and compared."""
+"""`need_readable`: writes, loads and compares a tiny model of the same format, before hours of work."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def need_readable(recipe: Recipe, *, has_experts: bool = False) -> None:
-    """Refuse a number format that the installed transformers and compressed-tensors do not read.
+    """Raise for a number format that the installed transformers and compressed-tensors do not read.
 
-    Versions differ in what they read, so it is tried: one block with random weights is rounded to nearest, written as
-    the result will be, loaded by plain transformers, and its logits are compared with ours. About a second.
+    Versions differ in what they read, so it is tried: one block with random weights is rounded to nearest, written like
+    the result, loaded by plain transformers, and its logits are compared with ours. This takes about a second.
     """
     reason = _refusal(_to_nearest(recipe), has_experts)
     if reason is not None:
@@ -80,7 +80,7 @@ def _write_float(folder: Path, group_size: int, has_experts: bool) -> None:
     sizes |= _EXPERTS if has_experts else {}
     transformers = transformers_module()
     config = transformers.AutoConfig.for_model("mixtral" if has_experts else "llama", **sizes)
-    # The progress bar of a package, and random numbers that are not to be taken from the caller's sequence.
+    # Hides another package's progress bar, and keeps the caller's sequence of random numbers.
     with alone(), contextlib.redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)

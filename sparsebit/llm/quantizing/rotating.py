@@ -1,10 +1,10 @@
-"""`rotate_model`: a model that computes the same, with hidden states rotated in blocks of channels.
+"""`rotate_model`: rotates the hidden states of a model in blocks of channels, without a change of its outputs.
 
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (NeurIPS 2024), section 4.1, with Hadamard
-matrices on blocks as large as the groups that share a scale. A norm by the root mean square does not see a rotation.
-Its weights are multiplied into the layers that read it; then `x R` flows between the blocks instead of `x`: layers
+matrices on blocks as large as the groups that share a scale. A norm by the root mean square is invariant to a rotation.
+Its weights are multiplied into the layers that read it; then `x R` passes between the blocks instead of `x`: layers
 that read it have `W R`, layers that write it `R W`. Nothing is added at run time. Readers and writers are found by
-running each block, and each block has to prove that it computes the same; else the model is an error.
+running each block, and each block must prove that it computes the same; otherwise the model is an error.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TOLERANCE = 1e-3  # of the largest number; all is computed in float32
 def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_code: bool = False) -> ModelFolder:
     """The model of `source` with hidden states rotated in blocks of `size` channels, written to the folder `target`.
 
-    One block at a time is in memory. A model whose output layer shares its weight with the embeddings gets one of its
-    own. Experts, norms that take off a mean, and norms behind layers are refused.
+    One block at a time is in memory. If the output layer shares its weight with the embeddings, it gets a separate one.
+    Experts, norms that subtract a mean, and norms after layers are errors.
     """
     skeleton = Skeleton(source, trust_remote_code=trust_remote_code)
     width = int(skeleton.model.config.get_text_config().hidden_size)
@@ -64,7 +64,7 @@ def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_c
 
 
 def rotated_beside(output: Path, source: ModelFolder, size: int, *, trust_remote_code: bool = False) -> ModelFolder:
-    """The rotated model in `OUTPUT.rotated`, written anew: the same bytes each time, for a run that continues."""
+    """The rotated model in `OUTPUT.rotated`, written again: the same bytes each time, for a run that continues."""
     folder = _folder_beside(output)
     marker = folder / "rotation.json"
     if folder.exists() and not marker.is_file():
@@ -76,7 +76,7 @@ def rotated_beside(output: Path, source: ModelFolder, size: int, *, trust_remote
 
 
 def remove_rotated(output: Path) -> None:
-    """Remove what `rotated_beside` has written."""
+    """Remove the folder that `rotated_beside` has written."""
     shutil.rmtree(_folder_beside(output), ignore_errors=True)
 
 
@@ -85,7 +85,7 @@ def _folder_beside(output: Path) -> Path:
 
 
 class _Rotation:
-    """The model on its way through its blocks, with a few arbitrary tokens that prove each of them."""
+    """The model block by block, with a few arbitrary tokens that prove each block."""
 
     def __init__(self, skeleton: Skeleton, size: int) -> None:
         self.skeleton, self.size = skeleton, size

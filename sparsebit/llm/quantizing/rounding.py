@@ -1,8 +1,8 @@
-"""One linear layer's weight, rounded by the method of a recipe to packed codes.
+"""Rounds one linear layer's weight by the method of a recipe to packed codes.
 
 The formulas are in `numerics/rounding`; here a recipe becomes their arguments, and their codes a `PackedWeight`. Layers
 that read one input are rounded together as rows of one matrix. Scales are rounded to the type of the files before codes
-are chosen, so that the codes fit the scales that are stored.
+are chosen, so that the codes fit the stored scales.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsebit.numerics.rounding.scale_search_math import Rounding
 from sparsebit.numerics.spec import PerGroup, TensorSpec
 from sparsebit.numerics.weight_grid import Grid
 
-# Below this share of the scale that holds the whole range no scale is looked for: with few codes more is clipped.
+# By bits: the smallest tried scale, as a share of the full range's. With fewer codes it pays to clip more.
 _SMALLEST_FACTOR = {2: 0.3, 3: 0.4}
 
 
@@ -33,7 +33,7 @@ _SMALLEST_FACTOR = {2: 0.3, 3: 0.4}
 class RoundedLayer:
     """The packed weight, and the squared error of the layer's output relative to the output's size.
 
-    `nearest_error`: that of rounding to nearest with scales that hold the whole range.
+    `nearest_error`: that of rounding to nearest with scales that cover the whole range.
     """
 
     packed: Weight
@@ -46,7 +46,7 @@ def round_weight(
 ) -> RoundedLayer:
     """`weight (out, in)` on the grid of the recipe; `stored`: the type in which scales are kept.
 
-    `moments`: of the layer's input; None where the recipe needs no text.
+    `moments`: of the layer's input; None if the recipe needs no text.
     """
     return round_weights({name: weight}, moments, recipe, stored=stored)[name]
 
@@ -72,7 +72,7 @@ def round_weights(
     H, cross = _second_moments(moments, W, take=take_moments)
     energy = ((W @ H.to(W)) * W).sum(-1)[0]  # the mean square of each output
     if recipe.method == "gptq":
-        # The weight that the float model's inputs ask for; see `gptq_target_math.target_weight`.
+        # The weight for the float model's inputs; see `gptq_target_math.target_weight`.
         correction = None if cross is None else W.to(H) @ cross.sub_(H)
         del cross
         factor = InverseFactor(H, rounding)
@@ -80,7 +80,7 @@ def round_weights(
             W = (W + recipe.input_correction * factor.solved(correction)).to(W)
             del correction
         factor.only_rounds(W.dtype)
-        H = H.to(W)  # the factor alone needs float64, which for 14336 columns has 1.6 GB
+        H = H.to(W)  # only the factor needs float64, which takes 1.6 GB for 14336 columns
         rounded = quantize(W, H, grid, rounding, factor)
     else:
         rounded = round_nearest(W, H, grid, rounding)
@@ -106,7 +106,7 @@ def _second_moments(moments: InputMoments | None, weight: Tensor, *, take: bool)
 def _apart(
     rounded: Rounded, weights: Mapping[str, Tensor], energy: Tensor, recipe: Recipe, size: int, stored: torch.dtype
 ) -> dict[str, RoundedLayer]:
-    """Layer by layer, what was rounded together."""
+    """Split the jointly rounded layers again."""
     num_rows = [len(weight) for weight in weights.values()]
     packed = _packed(rounded, recipe, size, stored, num_rows)
     parts = zip(*(part.split(num_rows) for part in (energy, rounded.loss[0], rounded.nearest_loss[0])), strict=True)
@@ -117,7 +117,7 @@ def _apart(
 
 
 def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLayer:
-    """With floats of 8 or 4 bits."""
+    """Round to floats of 8 or 4 bits."""
     kind = recipe.float_kind
     assert kind is not None
     W = weight.detach().float()
@@ -129,7 +129,7 @@ def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLa
 
 
 def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The function that rounds a weight `(out, in)` to nearest, on a grid that holds its whole range."""
+    """A function that rounds a weight `(out, in)` to nearest, on a grid that covers its whole range."""
 
     def round_(weight: Tensor) -> Tensor:
         W = weight[None]
@@ -141,7 +141,7 @@ def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[
 
 @torch.no_grad()
 def row_losses(weight: Tensor, moments: InputMoments, recipe: Recipe, name: str, *, stored: torch.dtype) -> Tensor:
-    """The mean squared error that rounding brings into each output of the layer, `(out,)`, without corrected inputs."""
+    """The mean squared error of rounding in each output of the layer, `(out,)`, without corrected inputs."""
     size = recipe.columns_per_scale(weight.shape[1], name)
     W = weight.detach().float()[None]
     H, grid = moments.hessian(), _grid(W, recipe, size, stored)
@@ -150,7 +150,7 @@ def row_losses(weight: Tensor, moments: InputMoments, recipe: Recipe, name: str,
 
 
 def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Grid:
-    """The grid that holds the range of each group of `weight (1, out, in)`."""
+    """The grid that covers the range of each group of `weight (1, out, in)`."""
     spec = TensorSpec(recipe.bits, recipe.symmetric, PerGroup(1, size))
     groups = weight[0].unflatten(1, (-1, size))
     scale, zero_point = qparams_from_range(groups.amin(-1), groups.amax(-1), spec)
@@ -163,7 +163,7 @@ def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Gri
 def smallest_scale(stored: torch.dtype) -> float:
     """The smallest scale that does not become 0 in the type of the files.
 
-    In float16 that is a subnormal number: its normal ones begin at 6e-5, and a layer of smaller weights would be lost.
+    In float16 that is a subnormal number: its normal ones start at 6e-5, and a layer of smaller weights would be lost.
     """
     info = torch.finfo(stored)
     return max(SMALLEST_SCALE, info.tiny * info.eps)

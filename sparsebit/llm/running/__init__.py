@@ -1,1 +1,1 @@
-"""Load, stream, generate, and measure perplexity and tasks."""
+"""Loads, streams and runs packed models: generation, perplexity and tasks."""

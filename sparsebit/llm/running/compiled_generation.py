@@ -1,7 +1,7 @@
-"""Generating with a compiled step: the loop around a token's kernels takes longer than they do.
+"""Generates with a compiled step, because the Python loop around a token's kernels takes longer than the kernels.
 
 transformers compiles the model's forward of one token for a cache of fixed size, on a GPU with CUDA graphs; the prompt
-is read without. Packed layers are part of the compiled graph, as one operator each.
+is read uncompiled. Packed layers are part of the compiled graph, as one operator each.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def compiled_settings(model: Any) -> dict[str, Any]:
 
     on_cpu = model.device.type == "cpu"
     config: Any = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
-    config._compile_all_devices = True  # else transformers leaves it out on a CPU
+    config._compile_all_devices = True  # otherwise transformers does not compile on a CPU
     return {"cache_implementation": "static", "compile_config": config}
 
 
 @torch.no_grad()
 def compile_step(model: Any, tokens: Tensor, max_new_tokens: int) -> float:
-    """Generate a few tokens with `compiled_settings`, so that a call with the same sizes need not; the seconds.
+    """Generate a few tokens with `compiled_settings`, so that later calls of this size are compiled; returns the
+    seconds.
 
-    The cache has the size that `max_new_tokens` asks for: the compiled step is for that size alone.
+    The cache has the size for `max_new_tokens`: the compiled step is for that size only.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 

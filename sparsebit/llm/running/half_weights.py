@@ -1,8 +1,8 @@
-"""Embeddings and the output layer in the half precision of their files, in a model that computes in float32 on a CPU.
+"""Keeps embeddings and the output layer in the half precision of their files, in a float32 model on a CPU.
 
 They are the largest part of a small packed model, and a decoded token reads the whole output layer. Products of few
 rows are computed in half precision, which reads half of the bytes; for more rows, where CPUs are slow in it, blocks of
-the weight become float32 on the way.
+the weight are converted to float32 one after another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 1 << 22  # elements of the weight that are float32 at a time: 16 MiB
 class HalfEmbedding(nn.Embedding):
     """An embedding with a weight of half precision; its output is float32, or the type the model is converted to."""
 
-    like: Tensor  # without elements: it has the type of the outputs
+    like: Tensor  # empty: only its type matters, which is that of the outputs
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device="meta")
@@ -48,7 +48,7 @@ class HalfLinear(nn.Linear):
 def keep_halves(skeleton: Skeleton) -> None:
     """Let the plain embeddings and the plain output layer of a filled model keep the type of the files.
 
-    Classes of a model's own, and what is tied to them, stay as they are.
+    A model's own classes, and layers tied to them, are not changed.
     """
     model = skeleton.model
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]

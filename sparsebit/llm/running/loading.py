@@ -43,18 +43,18 @@ def load(
 
     `folder`: as `quantize` or `convert` writes it, any `pack-quantized` folder of compressed-tensors, or GPTQ files
     with static groups (layers become `QuantLinear`), or its fp8, mxfp4 and nvfp4 weights (`FloatLinear`); a float model
-    is loaded as it is. `dtype`: of activations and float weights; by default float32
+    is loaded unchanged. `dtype`: of activations and float weights; by default float32
     on a CPU, where half precision is slow, and the type of the files elsewhere. The model is one of transformers:
     `generate` works, and `peft` finds the layers.
 
-    Each layer's product is computed by the fastest kernel for the device that takes the layer; the log says which, and
-    so does `kernel_paths(model)`. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
-    "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them;
+    Each layer's product is computed by the fastest kernel of the device that supports the layer; the log and
+    `kernel_paths(model)` name it. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
+    "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe chooses the fastest of them;
     embeddings and the output layer then stay in the half precision of the files.
-    `join_layers`: q, k and v, and gate and up, share a product where their formats are alike and the kernel can join
+    `join_layers`: q, k and v, and gate and up, share a product if their formats are equal and the kernel can join
     them; by default on CUDA devices, where a token of a Llama-8B-shaped model took 8 % less time.
     There a known architecture also gets our attention for steps of one token with a mask (`token_attention`), where
-    transformers would use torch's; `model.set_attn_implementation("sdpa")` takes that back.
+    transformers would use torch's; `model.set_attn_implementation("sdpa")` undoes that.
 
     Files that differ from the `checksums.json` of their folder, which `quantize` and `convert` write, are an error.
     """
@@ -113,7 +113,7 @@ def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear | FloatLinear]:
 
 
 def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | FloatLinear:
-    """The packed layer `name` of the files. `plain`: what the architecture has there; sizes and bias must fit."""
+    """The packed layer `name` of the files. `plain`: the architecture's layer; sizes and bias must fit."""
     weight = source.read(name)
     found, wanted = (weight.out_features, weight.in_features), (plain.out_features, plain.in_features)
     if found != wanted:
@@ -132,7 +132,7 @@ def load_generation_config(model: Any, folder: Path) -> None:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """In place of transformers' `save_pretrained`, which would write files that nothing can read."""
+    """Replaces transformers' `save_pretrained`, which would write files that nothing can read."""
     raise ConfigError(
         "save_pretrained of a model with packed layers: nothing reads what it writes; copy the folder it came "
         "from, or change its format with sparsebit.llm.convert. The PeftModel around it saves adapters"

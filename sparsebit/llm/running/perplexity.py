@@ -28,7 +28,7 @@ class Perplexity:
 def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexity:
     """The perplexity of `model` on `windows (n, length)` of tokens; every window begins without context.
 
-    Each token but the first of a window is predicted from those in front of it in the window. Logits become
+    Each token of a window except the first is predicted from those before it in the window. Logits become
     log-likelihoods in float32, sums are float64.
     """
     if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
@@ -53,7 +53,7 @@ def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexit
 
 
 def mean_perplexity(total: float, windows: Tensor) -> Perplexity:
-    """`total`: the negative log-likelihood of all tokens of the windows but the first of each."""
+    """`total`: the negative log-likelihood of all tokens of the windows except the first of each."""
     count = windows.shape[0] * (windows.shape[1] - 1)
     mean = total / count
     if not math.isfinite(mean):

@@ -1,7 +1,7 @@
-"""`load_streamed`: a model larger than the device; its blocks are read when they are needed, one ahead of the other.
+"""`load_streamed`: runs a model larger than the device; each block is read when it is needed, one block ahead.
 
 While a block computes, a thread reads the next one from the memory-mapped files and, for a GPU, copies it there on a
-stream of its own. Behind the last block comes the first again, for the next token. So two blocks are in memory, besides
+separate stream. After the last block comes the first again, for the next token. So two blocks are in memory, besides
 embeddings, norms, the output layer and the cache of keys and values.
 """
 
@@ -43,8 +43,8 @@ def load_streamed(
 ) -> Any:
     """The causal language model of `folder`, packed or float, of which two blocks at a time are in memory.
 
-    It computes the logits of `load`, and `generate` works; it is for inference alone. `dtype`: as for `load`.
-    `stream_usage(model)` returns what was read.
+    It computes the logits of `load`, and `generate` works; it is for inference only. `dtype`: as for `load`.
+    `stream_usage(model)` returns the blocks and bytes read.
     """
     skeleton = checked_skeleton(folder, dtype, device, trust_remote_code=trust_remote_code)
     path = architecture_of(skeleton.model).blocks
@@ -91,7 +91,7 @@ class _Block:
 
 
 class _Stream:
-    """Reads blocks ahead, puts them into the model before they run, and takes them out behind."""
+    """Reads blocks ahead, puts them into the model before they run, and removes them afterwards."""
 
     def __init__(self, skeleton: Skeleton, source: PackedSource | None, path: str) -> None:
         self.skeleton, self.source, self.path = skeleton, source, path
@@ -108,7 +108,7 @@ class _Stream:
             block.register_forward_hook(lambda *_, number=number: self._leave(number), always_call=True)
 
     def _placeholders(self, number: int) -> _Block:
-        """The block as it is without weights: tensors on the meta device, and float layers where packed ones go."""
+        """The block without weights: tensors on the meta device, and float layers in the places of packed ones."""
         tensors: dict[str, Tensor] = {}
         layers: dict[str, nn.Module] = {}
         packed = {} if self.source is None else self.source.formats
@@ -124,7 +124,7 @@ class _Stream:
     def _enter(self, number: int) -> None:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.blocks[number].parameters()):
             raise ConfigError("a streamed model is for inference alone; load it whole to train it")
-        for other in [key for key in self._ahead if key != number]:  # a forward that was broken off
+        for other in [key for key in self._ahead if key != number]:  # left from an interrupted forward
             self._drop(self._ahead.pop(other), other)
         block = self._request(number).result()
         del self._ahead[number]
@@ -163,7 +163,7 @@ class _Stream:
 
     @torch.no_grad()
     def _read(self, number: int) -> _Block:
-        """Runs in the thread of the reader, the only one that uses the files."""
+        """Runs in the reader's thread, the only one that uses the files."""
         wanted = self._empty[number]
         context = torch.cuda.stream(self._copies)  # without effect on a CPU
         with context:
@@ -190,7 +190,7 @@ class _Stream:
         return block
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device; on a CPU a copy, since a tensor of a mapped file is read only when it is used."""
+        """The tensor on the device; on a CPU a copy, since a tensor of a mapped file is read only when it is used."""
         if self._copies is None:
             return tensor.clone()
         return tensor.pin_memory().to(self.skeleton.device, non_blocking=True)

@@ -17,9 +17,9 @@ _INSTALL = "pip install lm_eval"
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One figure of one task. `stderr`: its standard error, None where lm-eval has none.
+    """One figure of one task. `stderr`: its standard error, None if lm-eval has none.
 
-    `filter`: how lm-eval read the answers; "none" for likelihoods. `num_samples`: questions that were asked.
+    `filter`: how lm-eval read the answers; "none" for likelihoods. `num_samples`: number of questions.
     """
 
     task: str
@@ -45,9 +45,9 @@ def evaluate_tasks(
     """The scores of a model of `sparsebit.llm.load` in tasks of lm-eval. Packed weights stay packed.
 
     `tasks`: names of tasks, groups or tags, or patterns such as `arc_*`. `include_path`: a folder of task files (YAML)
-    besides those of lm-eval. `limit`: questions of each task at most. `num_fewshot`: answered questions in front of
-    each one; without it the task's own number. Tasks bring their data from the hub of Hugging Face unless their file
-    names local files.
+    in addition to those of lm-eval. `limit`: at most this many questions of each task. `num_fewshot`: answered
+    questions before each one; default: the task's own number. Tasks load their data from the hub of Hugging Face unless
+    their file names local files.
     """
     harness = _harness()
     given = None if include_path is None else Path(include_path)
@@ -93,11 +93,11 @@ def _harness() -> Any:
 
 
 def _meant(tasks: Sequence[str], folder: Path | None, make: Any) -> tuple[Any, list[str]]:
-    """A manager that knows the tasks, and the names that are meant, without repetitions."""
+    """A manager with the tasks, and the matched names, without repetitions."""
     if not tasks:
         raise ConfigError("no tasks are given; name one or more of lm-eval's, such as lambada_openai")
     if folder is not None:
-        # lm-eval has thousands of files, which take seconds to read: not if the folder has all that is wanted.
+        # lm-eval has thousands of files, which take seconds to read: skip them if the folder has all requested tasks.
         manager = make(include_path=str(folder), include_defaults=False)
         own = [_matches(task, manager) for task in tasks]
         if all(own):

@@ -1,4 +1,4 @@
-"""Instructions from JSON lines as tokens, with the tokens that are learned marked: those of the responses."""
+"""Reads instructions from JSON lines as tokens, and marks the tokens that are learned: those of the responses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Sample:
-    """`tokens`, and for each whether it is learned: the model predicts it from those in front of it."""
+    """`tokens`, and for each whether it is learned: the model predicts it from the tokens before it."""
 
     tokens: tuple[int, ...]
     is_learned: tuple[bool, ...]
 
     @property
     def num_learned(self) -> int:
-        return sum(self.is_learned[1:])  # nothing is in front of the first token
+        return sum(self.is_learned[1:])  # no token precedes the first one
 
 
 def read_instructions(
@@ -36,10 +36,10 @@ def read_instructions(
 ) -> list[Sample]:
     """The samples of a file of JSON lines, in order; a line that is not an instruction is an error that names it.
 
-    A line is a prompt with its response, the same in the keys of Alpaca, or a list of messages, which the tokenizer's
+    A line is a prompt with its response, the same with the keys of Alpaca, or a list of messages, which the tokenizer's
     chat template turns into text; each message of the assistant is learned. `chat_template`: prompts and responses
-    become messages too; without it they follow each other as they are, with the end-of-text token behind the response.
-    `too_long`: what happens to samples of more than `length` tokens.
+    become messages too; without it they are concatenated, with the end-of-text token after the response.
+    `too_long`: how to handle samples of more than `length` tokens.
     """
     if tokenizer.eos_token_id is None:
         log.warning("the tokenizer has no end-of-text token: the model will not learn where a response ends")
@@ -106,7 +106,7 @@ def _sample(row: Mapping[str, Any], where: str, tokenizer: Any, chat_template: b
     back = _tokens(tokenizer, response, special=False)
     if tokenizer.eos_token_id is not None:
         back = [*back, int(tokenizer.eos_token_id)]
-    # Some tokenizers end a text with the end-of-text token: it belongs behind the response.
+    # Some tokenizers end a text with the end-of-text token: it belongs after the response.
     while front and front[-1] == tokenizer.eos_token_id:
         front.pop()
     return _learned([(front, False), (back, True)], where)
@@ -139,7 +139,7 @@ def _checked(messages: Any, where: str) -> list[dict[str, str]]:
 
 
 def _of_messages(messages: list[dict[str, str]], where: str, tokenizer: Any) -> Sample:
-    """Text that the template puts in front of an answer is read; what it adds with the answer is learned."""
+    """Text that the template puts before an answer is read; text that it adds with the answer is learned."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"{where}: messages need a chat template, and this tokenizer has none; give prompt, response")
     pieces: list[tuple[list[int], bool]] = []
@@ -163,7 +163,7 @@ def _of_messages(messages: list[dict[str, str]], where: str, tokenizer: Any) -> 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str, **how: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
-    except Exception as error:  # templates raise what they like, as for roles that do not take turns
+    except Exception as error:  # templates raise any kind of exception, for example if roles do not take turns
         raise ConfigError(f"{where}: the chat template refuses the messages ({error})") from error
 
 

@@ -1,4 +1,4 @@
-"""Whether a model keeps the samples of a row apart: tried on the model itself, before it is trained on packed rows."""
+"""Checks whether a model keeps the samples of a row separate, on the model itself, before training on packed rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LENGTH = 12
 
 @torch.no_grad()
 def check_packing(model: Any, samples: Sequence[Sample], outputs: Callable[[Batch], Tensor]) -> None:
-    """Compare the logits of a sample alone with those behind two different samples; a difference is an error.
+    """Compare the logits of a sample alone with those after two different samples; a difference is an error.
 
-    An architecture that takes no notice of positions which begin again would train each sample with its neighbours in
-    view. `outputs`: of a batch, for each position, such as logits.
+    An architecture that ignores positions which begin again would train each sample with its neighbours in
+    view. `outputs`: for a batch, a value at each position, such as logits.
     """
     tokens = [token for sample in samples[:8] for token in sample.tokens]
     if len(tokens) < 3:

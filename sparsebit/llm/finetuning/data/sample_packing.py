@@ -1,7 +1,7 @@
 """Rows of several samples: which samples share a row, and the tokens, positions and targets of a batch of rows.
 
-Positions begin at 0 in each sample. transformers takes this for the border between samples and lets none of them
-attend to another; the padding behind the last sample of a row is one more sample, without targets.
+Positions begin at 0 in each sample. transformers treats this as the border between samples and lets none of them
+attend to another; the padding after the last sample of a row is one more sample, without targets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUM_OPEN = 64  # rows that are filled at the same time
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens`, `positions`, `targets`: `(rows, length)`; the target of a position is the token behind it."""
+    """`tokens`, `positions`, `targets`: `(rows, length)`; the target of a position is the token after it."""
 
     tokens: Tensor
     positions: Tensor

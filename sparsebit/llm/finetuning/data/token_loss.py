@@ -1,7 +1,7 @@
 """The loss of learned tokens without all logits in memory: blocks of rows, forward and backward at once.
 
 With a vocabulary of 128,000 the logits of 2,048 tokens and their gradients take more memory than a packed model of 1 B
-parameters. The output layer is frozen, so that the gradient of the hidden states is all that is needed of them.
+parameters. The output layer is frozen, so only the gradient of the hidden states is needed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def summed_loss_in_blocks(model: Any, batch: Batch) -> Tensor:
-    """The same from the hidden states in front of a linear output layer, with few logits in memory."""
+    """The same from the hidden states before a linear output layer, with few logits in memory."""
     decoder, head = model.base_model, model.get_output_embeddings()
     hidden = forward(decoder, batch).last_hidden_state
     return loss_of_hidden(hidden, head, batch.targets)
 
 
 def loss_of_hidden(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """The summed loss of `targets (rows, length)`, given what the output layer reads, `(rows, length, channels)`."""
+    """The summed loss of `targets (rows, length)`, from the input of the output layer, `(rows, length, channels)`."""
     is_target = targets != IGNORED
     rows = hidden[is_target]
     found: Tensor = _BlockLoss.apply(rows, head.weight, head.bias, targets[is_target])  # type: ignore[no-untyped-call]
@@ -45,10 +45,10 @@ def loss_of_hidden(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
 
 
 def forward(model: Any, batch: Batch) -> Any:
-    """The model's output for the batch. Positions are left out where they are those that the model assumes."""
+    """The model's output for the batch. Positions are left out if they are those that the model assumes."""
     plain = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     positions = batch.positions
-    # Behind the last target of a row nothing is learned: padding may have any position.
+    # After the last target of a row nothing is learned: padding may have any position.
     matters = (batch.targets != IGNORED).flip(1).cumsum(1).flip(1) > 0
     is_plain = bool(((positions == plain) | ~matters).all())
     return model(input_ids=batch.tokens, use_cache=False, **({} if is_plain else {"position_ids": positions}))
@@ -77,7 +77,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 class _BlockLoss(torch.autograd.Function):
-    """The summed loss of `hidden (rows, channels)`; its gradient is computed on the way and is all that is kept."""
+    """The summed loss of `hidden (rows, channels)`; its gradient is computed in the forward, and only that is kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

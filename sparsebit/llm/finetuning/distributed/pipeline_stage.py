@@ -1,6 +1,6 @@
 """One stage of a pipeline: some neighbouring blocks of a model, with the embeddings or the output layer at its ends.
 
-Each process holds the weights of its own stage alone. The other blocks are placeholders without weights, so that names
+Each process only holds the weights of its own stage. The other blocks are placeholders without weights, so that names
 and numbers of blocks are those of the whole model.
 """
 
@@ -25,7 +25,7 @@ from sparsebit.llm.running.loading import read_layer
 
 
 class _LeftStage(Exception):
-    """Ends a forward behind the last block of the stage."""
+    """Ends a forward after the last block of the stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class _LeftStage(Exception):
 
 
 class _OtherStage(nn.Module):
-    """In place of a block of another stage: hidden states pass in front of the stage, and leave behind it."""
+    """Replaces a block of another stage: before the stage, hidden states pass through; after it, the forward ends."""
 
     def __init__(self, block: nn.Module, *, is_behind: bool) -> None:
         super().__init__()
         self.is_behind = is_behind
-        for name, value in vars(block).items():  # what models read of their blocks, such as `attention_type`
+        for name, value in vars(block).items():  # read by models, such as `attention_type`
             if not name.startswith("_") and isinstance(value, (str, int, bool)) and not hasattr(self, name):
                 setattr(self, name, value)
 
@@ -73,14 +73,14 @@ class PipelineStageModule(nn.Module):
         raise AssertionError("the forward did not reach the next stage")
 
     def output_like(self, shape: Sequence[int], device: torch.device | str) -> Tensor:
-        """An empty tensor like the stage's output for so many rows and tokens."""
+        """An empty tensor like the stage's output for this many rows and tokens."""
         config = self.model.config.get_text_config()
         width = config.vocab_size if self.is_last else config.hidden_size
         return torch.empty(*shape[:2], width, dtype=self.dtype, device=device, requires_grad=True)
 
 
 def stage_blocks(num_blocks: int, number: int, count: int) -> range:
-    """The blocks of a stage; the first stages have one more where they cannot be equal.
+    """The blocks of a stage; the first stages have one more if they cannot be equal.
 
     >>> [list(stage_blocks(5, number, 2)) for number in range(2)]
     [[0, 1, 2], [3, 4]]
@@ -125,7 +125,7 @@ def load_stage(
 
 
 def _unused(model: Any, *, is_first: bool, is_last: bool) -> list[str]:
-    """Paths of embeddings and output layer, where the stage does not need them; tied ones are on every stage."""
+    """Paths of embeddings and output layer, if the stage does not need them; tied ones are on every stage."""
     if dict(model.all_tied_weights_keys):
         return []
     parts = {model.get_input_embeddings(): is_first, model.get_output_embeddings(): is_last}
@@ -134,7 +134,7 @@ def _unused(model: Any, *, is_first: bool, is_last: bool) -> list[str]:
 
 @torch.no_grad()
 def _check_embeddings(stage: PipelineStageModule, own: range, dtype: torch.dtype, device: torch.device) -> None:
-    """A model that changes its embeddings in front of the blocks would do so again on every stage: it is refused."""
+    """Raise for a model that changes its embeddings before the blocks, as it would do so again on every stage."""
     if stage.is_first:
         return
     seen: list[Tensor] = []

@@ -99,12 +99,12 @@ class PipelineTraining(TrainingLoop):
         return float(loss)
 
     def clip(self) -> None:
-        """To the norm over the adapters of all stages."""
+        """Clip to the norm over the adapters of all stages."""
         gradients = [one.grad for one in self.parameters.values() if one.grad is not None]
         clip_over_processes(gradients, self.tuning.max_grad_norm, self.rank.device)
 
     def resume(self, folder: Path) -> int:
-        """Take up the newest state that every stage has."""
+        """Load the newest state that every stage has."""
         own = folder / f"stage-{self.rank.number}"
         common = set.intersection(*(set(steps) for steps in gather(saved_steps(own))))
         return self.continue_from(state_at(own, max(common), self.optimizer) if common else None)

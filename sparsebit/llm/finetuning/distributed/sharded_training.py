@@ -1,7 +1,7 @@
 """Training with sharded blocks (FSDP2): each process keeps a share of every tensor of every block.
 
-Packed words are integer buffers, which `fully_shard` would leave whole on each process. They become frozen parameters
-first: it shards these, whatever their type, and gathers a block's tensors while the block computes.
+Packed words are integer buffers, which `fully_shard` would leave whole on each process. So they first become frozen
+parameters: it shards these, whatever their type, and gathers a block's tensors while the block computes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ShardedTraining(TrainingLoop):
         super().__init__(backbone, samples, tuning, rank, pad_token, base)
 
     def place(self) -> None:
-        """Bring one block after another to the device and leave the share of this process there."""
+        """Move one block after another to the device and keep the share of this process there."""
         shard_blocks(self.model, self.rank)
 
     def parts_of(self, number: int) -> list[tuple[int, Batch]]:
-        """As many for each process: to compute a block is a message that all of them take part in."""
+        """The same number for each process, because computing a block needs communication between all of them."""
         found = super().parts_of(number)
         rows, size = self.steps[number], self.tuning.micro_batch_size
         most = -(-len(rows) // (size * self.rank.count))
@@ -57,12 +57,12 @@ class ShardedTraining(TrainingLoop):
         return loss
 
     def clip(self) -> None:
-        """To the norm over the shares of all processes."""
+        """Clip to the norm over the shares of all processes."""
         gradients = [local(one.grad) for one in self.parameters.values() if one.grad is not None]
         clip_over_processes(gradients, self.tuning.max_grad_norm, self.rank.device)
 
     def resume(self, folder: Path) -> int:
-        """Take up the newest state, which is that of a training without shards."""
+        """Load the newest state, which has the form of a training without shards."""
         state = self.rank.from_first(lambda: newest_state(folder, self.optimizer))
         if state is None:
             return 0
@@ -105,7 +105,8 @@ def shard_blocks(model: Any, rank: Rank) -> None:
             _freeze_buffers(part)
         fully_shard(block, mesh=mesh)
     model.to(rank.device)
-    # The decoder has no parameters of its own to shard; it lets blocks be gathered while the one before computes.
+    # The decoder has no parameters of its own to shard; sharding it lets blocks be gathered while the previous one
+    # runs.
     inner = {id(one) for block in blocks for one in block.parameters()}
     outer = {one for one in model.parameters() if id(one) not in inner}
     fully_shard(model.base_model, mesh=mesh, ignored_params=outer)

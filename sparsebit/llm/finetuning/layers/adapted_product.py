@@ -1,7 +1,7 @@
 """The product of a packed layer and its adapter as one step of autograd.
 
 A training step of a small model spends most of its time calling operators, not computing them: written with `F.linear`,
-casts, a product and a sum, an adapter has ten of them, each with a node of its own for the backward.
+casts, a product and a sum, an adapter has ten of them, each with a separate node for the backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def weights_kept() -> Iterator[None]:
 
 
 def trains(layer: nn.Module, x: Tensor, down: Tensor) -> bool:
-    """Whether this is a training step of a layer that `adapted_product` takes; without one, kernels may round x."""
+    """Whether this is a training step of a layer that `adapted_product` supports; otherwise kernels may round x."""
     if not torch.is_grad_enabled() or not (x.requires_grad or down.requires_grad):
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
@@ -48,8 +48,8 @@ def adapted_product(layer: QuantLinear, x: Tensor, down: Tensor, up: Tensor, sca
 class _AdaptedProduct(torch.autograd.Function):
     """Keeps x, the channels between `down` and `up`, both of these in the type of x, and the layer, still packed.
 
-    Under gradient checkpointing it keeps the unpacked weight too: one block at a time has these, from the moment when
-    its forward is computed again to its backward, which so need not unpack it once more.
+    Under gradient checkpointing it also keeps the unpacked weight: only one block at a time has these, from the time
+    when its forward is recomputed to its backward, which then need not unpack it again.
     """
 
     @staticmethod
@@ -85,8 +85,8 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 def _keeps_weight() -> bool:
-    """Whether the backward follows at once (`weights_kept`), or what is saved for it is dropped and computed again."""
-    if torch.compiler.is_compiling():  # which keeps what it likes, and cannot read the hooks
+    """Whether the backward follows at once (`weights_kept`), or saved tensors are dropped and recomputed."""
+    if torch.compiler.is_compiling():  # a compiler decides what it keeps, and cannot read the hooks
         return False
     if _KEEPS_WEIGHTS.get():
         return True

@@ -1,8 +1,8 @@
 """LoRA adapters of peft on packed layers: added to a loaded model, saved in peft's own format, loaded again.
 
-peft chooses the adapter of a layer by the layer's class: `lora_class()` is the one for `QuantLinear`. It is made at its
-first use, since peft is optional. Most checks here are for adapters that peft would load without an error, and that
-would then compute something else than where they were trained.
+peft chooses the adapter of a layer by the layer's class: `lora_class()` is the one for `QuantLinear`. It is created at
+its first use, since peft is optional. Most checks here are for adapters that peft would load without an error, but
+that would then compute something else than where they were trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsebit.llm.models.file_checksums import check_files
 from sparsebit.tensor_files import load_tensors
 
 log = logging.getLogger(__name__)
-# First values of peft's adapters that leave the weight below as it is.
+# Initial values of peft's adapters that do not change the weight below.
 _STARTS_APART = ("gaussian", "eva", "orthogonal")
 
 
@@ -74,7 +74,9 @@ def add_adapter(
 
 
 def _check_left_out(wrapped: Any, names: Sequence[str], targets: Sequence[str], config: Any) -> None:
-    """Report layers without an adapter: peft takes the names of experts for stacked tensors, which are layers here."""
+    """Report layers without an adapter: peft mistakes the names of experts for stacked tensors; here they are
+    layers.
+    """
     found = {name for name, part in wrapped.get_base_model().named_modules() if hasattr(part, "lora_A")}
     left = [name for name in names if name not in found]
     if not left:
@@ -91,7 +93,7 @@ def _check_left_out(wrapped: Any, names: Sequence[str], targets: Sequence[str], 
 
 @torch.no_grad()
 def _start(wrapped: Any, seed: int) -> None:
-    """Draw the first values of each adapter by the name of its layer: the same, whichever other layers there are."""
+    """Draw the initial values of each adapter by the name of its layer, independent of which other layers exist."""
     for name, part in wrapped.get_base_model().named_modules():
         for own in getattr(part, "lora_A", {}).values():
             key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -135,7 +137,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
 
 
 def _check_names(wrapped: Any, given: Set[str], path: Path) -> None:
-    """Refuse an adapter of other layers than the model has: peft would leave them as they begin, or out."""
+    """Raise for an adapter of other layers than the model has: peft would keep their initial values, or drop them."""
     wanted = set(peft_module().get_peft_model_state_dict(wrapped, save_embedding_layers=False))
     missing, unknown = sorted(wanted - given), sorted(given - wanted - wrapped.state_dict().keys())
     if missing or unknown:
@@ -147,9 +149,10 @@ def _check_names(wrapped: Any, given: Set[str], path: Path) -> None:
 
 
 def _check_start(config: Any, model: Any, path: Path) -> None:
-    """Refuse an adapter whose first values were taken out of the float weight below it: packed weights still have them.
+    """Raise for an adapter whose initial values were taken out of the float weight below it: packed weights still have
+    them.
 
-    Those of the others do not matter, since the file overwrites them.
+    Initial values of other adapters do not matter, since the file overwrites them.
     """
     start = config.init_lora_weights
     if not isinstance(start, str) or not any(isinstance(part, QuantLinear) for part in model.modules()):
@@ -227,7 +230,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def lora_class() -> Any:
-    """The adapter of a packed layer, a class of peft's; made when it is needed, since peft is an extra."""
+    """The adapter of a packed layer, a class of peft's; created when it is needed, since peft is an extra."""
     from peft.tuners.lora.layer import LoraLayer
 
     class PackedLoraLinear(nn.Module, LoraLayer):

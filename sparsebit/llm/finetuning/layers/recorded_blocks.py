@@ -1,9 +1,9 @@
-"""Blocks under gradient checkpointing as CUDA graphs: a training step starts some graphs, not thousands of kernels.
+"""Blocks under gradient checkpointing as CUDA graphs: a training step launches a few graphs, not thousands of kernels.
 
-Python takes longer to start the kernels of a small model's step than a GPU to run them. Each block is recorded twice
+Python takes longer to launch the kernels of a small model's step than a GPU to run them. Each block is recorded twice
 for each form of its inputs: its forward, and the forward of the checkpoint with the backward. Both read their inputs
-from tensors that all blocks share, and write their outputs to such tensors, so that the memory inside of one block
-serves all. Nothing random may happen in a block: its second forward would draw other numbers.
+from tensors that all blocks share, and write their outputs to such tensors, so that one block's inner memory
+serves all. A block must not draw random numbers: its second forward would draw other ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Checkpoint = Callable[..., Any]
 
 
 def record_blocks(model: nn.Module, shape: tuple[int, int], device: torch.device) -> BlockRecorder | None:
-    """Let the checkpointed blocks of `model` be recorded and replayed; None where it may draw random numbers.
+    """Let the checkpointed blocks of `model` be recorded and replayed; None if it may draw random numbers.
 
-    `shape`: rows and length of the batches that are; others are computed as before. It depends on a batch alone how it
-    is computed, not on those before: a resumed run has the same numbers.
+    `shape`: rows and length of the recorded batches; others are computed as before. How a batch is computed depends
+    only on the batch, not on earlier ones, so a resumed run has the same numbers.
     """
     if may_draw(model):
         return None
@@ -55,7 +55,7 @@ def may_draw(model: nn.Module) -> bool:
 
 
 def _has_rate(settings: Mapping[Any, Any]) -> bool:
-    """Whether a setting that is called after something random is above 0."""
+    """Whether a setting with the name of something random is above 0."""
     for name, value in settings.items():
         is_random = any(word in str(name) for word in ("drop", "jitter", "noise"))
         if isinstance(value, Mapping) and _has_rate(value):
@@ -106,10 +106,10 @@ class _Unchecked(nn.Module):
 
 
 class BlockRecorder:
-    """Takes the place of `torch.utils.checkpoint.checkpoint` in the blocks of one model.
+    """Replaces `torch.utils.checkpoint.checkpoint` in the blocks of one model.
 
-    A block is recorded when it is called with a form of inputs for the first time. Blocks that cannot be recorded, as
-    experts whose shapes depend on values, are computed as without this class.
+    A block is recorded when it is called with a form of inputs for the first time. Blocks that cannot be recorded, such
+    as experts whose shapes depend on values, are computed as without this class.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
@@ -140,14 +140,14 @@ class BlockRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the GPU that the recordings keep for what is inside of a block; torch does not count it as used."""
+        """GPU memory that the recordings keep for the inside of a block; torch does not count it as used."""
         if self._pool is None:
             return 0
         segments = torch.cuda.memory_snapshot()
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
     def _call_of(self, function: Any, args: tuple[Any, ...]) -> _Call | None:
-        """The call, if it is one that can be recorded: of a module without hooks, with tensors and plain values."""
+        """The call, if it can be recorded: of a module without hooks, with tensors and plain values."""
         block = getattr(getattr(function, "func", None), "__self__", None)
         is_block = isinstance(function, functools.partial) and isinstance(block, nn.Module)
         if not self._can_record or not is_block or function.args or not torch.is_grad_enabled():
@@ -192,7 +192,7 @@ class _Buffers:
 
 
 class _Computation:
-    """A block on inputs that stay where they are: its output, and the gradients of hidden states and parameters."""
+    """A block on inputs with fixed addresses: its output, and the gradients of hidden states and parameters."""
 
     def __init__(self, call: _Call, inputs: Sequence[Tensor]) -> None:
         self.call, self.inputs = call, inputs
@@ -210,7 +210,8 @@ class _Computation:
     def _run(self) -> tuple[list[Tensor], Tensor]:
         """The tensors whose gradients are computed, and the output."""
         hidden = self.inputs[0].detach().requires_grad_(self.needs_hidden)
-        # Others than the parameters, in the same memory: autograd may know those from a step on another stream.
+        # Not the parameters themselves, but tensors in the same memory: autograd may know those from another stream's
+        # step.
         own = {name: one.detach().requires_grad_() for name, one in self.named.items()}
         with torch.enable_grad():
             output = self.call.answer([hidden, *self.inputs[1:]], own)
@@ -294,7 +295,7 @@ def _buffers_for(block: _Computation, output: Tensor) -> _Buffers:
 
 @contextmanager
 def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Inside, on that stream, behind what the current one does, which then waits for it."""
+    """Inside, work goes to that stream, after the current stream's work; the current stream then waits for it."""
     if stream is None:
         yield
         return
