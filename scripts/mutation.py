@@ -28,7 +28,6 @@ TARGETS = (
     "sparsebit/numerics/**/*.py",
     "sparsebit/quantization/planning/plan.py",
     "sparsebit/quantization/planning/sites.py",
-    "sparsebit/quantization/planning/site_rules.py",
     "sparsebit/quantization/planning/grouping.py",
     "sparsebit/quantization/planning/group_rules.py",
     "sparsebit/quantization/planning/placement.py",

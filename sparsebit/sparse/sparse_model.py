@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,16 +15,21 @@ from torch import Tensor, nn
 
 from sparsebit.config.reading import Source
 from sparsebit.deploy.audit.file_latency import Stopwatch
-from sparsebit.deploy.exporting.to_onnx import OnnxOptions
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, to_onnx
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
+from sparsebit.deploy.onnx_graph.model_file import checked_path, staged, write
 from sparsebit.errors import BudgetError, CaptureError, ConfigError
-from sparsebit.execution.batches import batches_of, calls
+from sparsebit.execution.batches import as_call, batches_of, calls
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.inference_mode import ordinary_tensors
-from sparsebit.sparse.added_layers import weights_before_add
-from sparsebit.sparse.budgets.group_ratios import group_ratios, is_made_by, wanted_groups
+from sparsebit.sparse.budgets.group_ratios import (
+    config_of_ratios,
+    group_ratios,
+    is_made_by,
+    wanted_groups,
+    weights_before_add,
+)
 from sparsebit.sparse.budgets.latency_table import Clock
-from sparsebit.sparse.budgets.ratio_config import config_of_ratios
 from sparsebit.sparse.budgets.ratio_search import (
     CANDIDATES,
     RatioChoice,
@@ -50,7 +56,6 @@ from sparsebit.sparse.selecting.element_weights import Zeros, count_zeros, find_
 from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks, find_residual_blocks
 from sparsebit.sparse.selecting.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
 from sparsebit.sparse.selecting.weight_masks import MaskedModule, WeightMasks
-from sparsebit.sparse.shrinking.plain_export import export_plain
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, sparser_mask
@@ -394,4 +399,7 @@ class SparseModel(MaskedModule):
                 "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"
             )
         options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
-        export_plain(self.masked_model().eval(), dummy_data, name, options)
+        target, model = checked_path(name), self.masked_model().eval()
+        made = to_onnx(model, *as_call(dummy_data, model), options, signature=inspect.signature(model.forward))
+        with staged(target) as path:
+            write(made, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.deploy.exporting.to_onnx import OnnxOptions
+from sparsebit.deploy.exporting.to_onnx import to_onnx
 from sparsebit.deploy.onnx_graph.model_file import write
 from sparsebit.quantization import QuantModel
-from sparsebit.sparse.shrinking.plain_export import export_plain
 from tests.quantization.tiny import Block, Residual, calibrated, qconfig
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,8 @@ def test_files_of_all_backends(net: str, backend: str, tmp_path: Path, capfd: py
 
 
 def test_float_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    export_plain(Upsampled().eval(), IMAGES, tmp_path / "m.onnx", OnnxOptions())
+    model = Upsampled().eval()
+    write(to_onnx(model, (IMAGES,), {}, signature=inspect.signature(model.forward)), tmp_path / "m.onnx")
     assert printed(tmp_path / "m.onnx", IMAGES, capfd) == ""
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsebit.cli.llm import heldout as llm_heldout
 from sparsebit.cli.llm import options as llm_options
 from sparsebit.cli.option_groups import Given, SpeakingOptions, grouped
 from sparsebit.cli.outputs.output import facts_table, kilobytes, speaking
@@ -18,6 +17,7 @@ from sparsebit.llm.recipe import Calibration, Recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, ScaledInput
 
@@ -143,19 +143,19 @@ def quantize(
         is_first, kept_back = llm_options.is_first_process(), None
         if text.heldout is not None and is_first:
             drawn_as = text.heldout, drawn.get("length", Calibration.length), text.num_windows
-            kept_back = llm_heldout.heldout_windows(folder, *drawn_as, trust_remote_code=how.trust_remote_code)
+            kept_back = _heldout_windows(folder, *drawn_as, trust_remote_code=how.trust_remote_code)
         out.remark(f"quantizing {model} to {_format(chosen)} with {chosen.method}")
         made = run(folder, output, chosen, calibration, **how.arguments())
         measured = None
         if kept_back is not None:
-            measured = llm_heldout.heldout_perplexities(
+            measured = _heldout_perplexities(
                 *(folder, made.folder, kept_back),
                 batch_size=how.batch_size,
                 device=how.device,
                 trust_remote_code=how.trust_remote_code,
             )
         if is_first:
-            facts = {**_facts(made), "perplexity": llm_heldout.told(measured), "next": _next(target, made)}
+            facts = {**_facts(made), "perplexity": _heldout_words(measured), "next": _next(target, made)}
             tables = [*_allocation_table(made.allocation), *_experts_table(made.experts), facts_table(facts)]
             out.result({**_record(made), "perplexity": measured}, *tables)
 
@@ -293,3 +293,45 @@ def _allocation_table(allocation: BitAllocation | None) -> list[Table]:
     for block, row in bits.items():
         table.add_row(block.rsplit(".", 1)[-1], *(str(row.get(column, "")) for column in columns))
     return [table]
+
+
+# --- perplexity on held-out text
+
+
+def _heldout_windows(
+    model: Path, text: Path, length: int, num_windows: int | None, *, trust_remote_code: bool
+) -> Tensor:
+    """The windows of the text, as `sparsebit llm eval` cuts them; read first, before hours of work."""
+    from sparsebit.llm import token_stream, windows
+    from sparsebit.llm.models.hub_classes import load_tokenizer
+
+    return windows(token_stream(text, load_tokenizer(model, trust_remote_code=trust_remote_code)), length, num_windows)
+
+
+def _heldout_perplexities(
+    model: Path, packed: Path, tokens: Tensor, *, batch_size: int, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Perplexities of both models; blocks are streamed, so that models larger than the memory are measured too."""
+    from sparsebit.llm import load_streamed, perplexity
+
+    before, after = (
+        perplexity(
+            load_streamed(folder, device=device, trust_remote_code=trust_remote_code), tokens, batch_size=batch_size
+        )
+        for folder in (model, packed)
+    )
+    return {
+        "float": before.value,
+        "packed": after.value,
+        "windows": before.num_windows,
+        "length": int(tokens.shape[1]),
+    }
+
+
+def _heldout_words(found: dict[str, Any] | None) -> str:
+    """One line for the table."""
+    if found is None:
+        return ""
+    change = found["packed"] / found["float"] - 1
+    size = f"{found['windows']} windows of {found['length']} tokens"
+    return f"{found['float']:.2f} float, {found['packed']:.2f} packed ({change:+.1%}), {size}"

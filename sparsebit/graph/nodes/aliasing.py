@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.nodes.hidden_writes import function_may_write, module_may_write
-from sparsebit.graph.nodes.view_ops import may_be_view, may_hold_view
 
 # What an in-place operator does, out of place.
 OPERATORS: dict[Any, Callable[..., Any]] = {
@@ -137,3 +138,39 @@ def writes_through_data(graph_module: fx.GraphModule) -> bool:
         elif any(source in views for source in may_alias(node, graph_module)):
             views.add(node)
     return False
+
+
+# --- views, by torch's own schemas
+
+
+# What the schemas do not say: attributes, conversions to the type or form that a tensor has already, dropout in eval
+# mode, views that autograd does not track, and Python's own operators.
+_UNSAID = {
+    "alpha_dropout", "as_tensor", "asarray", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "byte",
+    "cdouble", "cfloat", "chalf", "char", "conj_physical", "copy", "data", "dequantize", "double", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "float", "getitem", "half",
+    "attention_layout", "clear_padding", "int", "long", "pos", "rename", "resize", "resize_as", "short", "sum_to_size",
+    "T", "H", "to_dense", "type", "type_as", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
+}  # fmt: skip
+
+
+def may_be_view(name: str) -> bool:
+    """Whether the result of an op of that name may share memory with the op's first input."""
+    return name in _UNSAID or name in _views()
+
+
+def may_hold_view(attribute: str) -> bool:
+    """Whether an attribute may share memory with what it is read from: a tensor's view, or the field of a container."""
+    of_tensor = getattr(torch.Tensor, attribute, None)
+    return may_be_view(attribute) or of_tensor is None or callable(of_tensor)
+
+
+@cache
+def _views() -> frozenset[str]:
+    """The names of all ops with a result that the schema marks as an alias, and not as a write."""
+    return frozenset(
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::")
+        and any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    )

@@ -7,6 +7,7 @@ a staging folder, compared with the source by `load_check.py`, and only then ren
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.folders import flush, need_new, put_in_place, staging_folder
+from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
+from sparsebit.folders import flush, need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
+from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
+from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.checkpoint.packed_folder import copy_small_files
 from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
-from sparsebit.llm.converting.first_sparsebit_folder import write_first_sparsebit
 from sparsebit.llm.converting.genai_folder import builder_tensors, genai_package, run_builder, warn_of_tokens, why_not
 from sparsebit.llm.converting.load_check import (
     LoadCheck,
@@ -36,10 +40,11 @@ from sparsebit.llm.gguf.growth import warn_of_growth
 from sparsebit.llm.gguf.mixes import EXACT, MIXES, Mix, mix_of
 from sparsebit.llm.layers.float_weight import Weight, integers
 from sparsebit.llm.models.architectures import architecture_of, blocks_of, linears
-from sparsebit.llm.models.hub_classes import load_tokenizer
+from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import experts_in
-from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.models.shards import Shards
+from sparsebit.llm.models.skeleton import Skeleton, empty_model
 
 
 @dataclass(frozen=True)
@@ -234,3 +239,63 @@ def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
         path = f"{architecture.blocks}.{number}"
         found += [tuple(f"{path}.{name}" for name in group) for group in architecture.fused_groups(stages)]
     return found
+
+
+# --- checkpoint files of the first Sparsebit
+
+
+@torch.no_grad()
+def write_first_sparsebit(checkpoint: Path, base: Path | None, target: Path) -> None:
+    """Write a compressed-tensors folder of the checkpoint. `base`: a folder with config.json and the tokenizer."""
+    if base is None or not (base / "config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint} is a file: a checkpoint of the first Sparsebit needs base (--base), a folder with the "
+            f"config.json and the tokenizer of its model; given: {base}"
+        )
+    config = load_config(base)
+    if config.model_type != "llama":
+        raise ConfigError(f"base {base} is of type {config.model_type!r}: the first Sparsebit packed LLaMA models")
+    model = empty_model(config, dtype=torch.float16)
+    tensors = read_checkpoint(checkpoint)
+    modules = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    packed = [name for name in modules if f"{name}.qweight" in tensors]
+    target.mkdir(parents=True)
+    copy_small_files(base, target)
+    blocks = blocks_of(model, architecture_of(model))
+    path = architecture_of(model).blocks
+    shards, formats = Shards(target, len(blocks) + 1), {}
+    for number in range(-1, len(blocks)):  # -1: what is in no block
+        made: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            layer, _, suffix = name.rpartition(".")
+            block = int(name.removeprefix(f"{path}.").split(".")[0]) if name.startswith(f"{path}.") else -1
+            if block != number:
+                continue
+            if layer in packed and suffix == "weight":
+                weight = read_layer(tensors, layer, parameter.shape[1], checkpoint)
+                if weight.out_features != parameter.shape[0]:
+                    raise CheckpointError(
+                        f"{checkpoint}: layer {layer} has {weight.out_features} rows; {base} has {parameter.shape[0]}"
+                    )
+                _refuse_bias(tensors, layer, modules[layer], checkpoint)
+                made |= layer_tensors(layer, weight)
+                size = 0 if weight.group_size == weight.in_features else weight.group_size
+                formats[layer] = LayerFormat(weight.bits, size, symmetric=False)
+            elif name in tensors and tensors[name].shape == parameter.shape:
+                made[name] = tensors[name].clone()
+            else:
+                raise CheckpointError(
+                    f"{checkpoint} has no tensor {name} of the shape {tuple(parameter.shape)}, which {base} has"
+                )
+        shards.write(made)
+    shards.finish()
+    floats = [name for name in modules if name not in formats]
+    settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    settings["quantization_config"] = make_config(formats, floats)
+    write_text(target / "config.json", json.dumps(settings, indent=2) + "\n")
+
+
+def _refuse_bias(tensors: dict[str, Tensor], layer: str, module: nn.Linear, checkpoint: Path) -> None:
+    bias = tensors.get(f"{layer}.bias")
+    if bias is not None and module.bias is None and bool((bias != 0).any()):
+        raise CheckpointError(f"{checkpoint}: layer {layer} has a bias, which this architecture does not have")

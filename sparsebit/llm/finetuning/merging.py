@@ -1,8 +1,8 @@
 """`merge`: combines an adapter and its model, packed again or in 16 bits; raises if the update is lost.
 
 Rounding may drop an update that is smaller than a step of the number format, without any sign in the weights. So the
-merged model is compared with the adapted model by the distributions of the next token (`update_loss.py`). `_updates`
-only accepts plain LoRA on linear layers: other adapters do more than add to a weight.
+merged model is compared with model and adapter on the distributions of the next token (`measure_loss`). `_updates`
+accepts plain LoRA on linear layers alone: other adapters do more than add to a weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
 from sparsebit.llm.converting.load_check import arbitrary_tokens
 from sparsebit.llm.finetuning.layers.packed_lora import load_adapter
-from sparsebit.llm.finetuning.update_loss import UpdateLoss, measure_loss
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.skeleton import Skeleton
@@ -322,3 +321,54 @@ def _on_grid(wanted: Tensor, packed: PackedWeight) -> PackedWeight:
     scales = packed.scales.float()[..., None]
     codes = (grouped / torch.where(scales == 0, 1.0, scales) + middle).round().clamp(0, (1 << packed.bits) - 1)
     return PackedWeight.from_codes(codes.flatten(1).to(torch.uint8), packed.scales, packed.zeros, packed.bits)
+
+
+# --- how much of the adapter's effect is lost
+
+
+# Below this divergence, in nats, rounding of sums exceeds the effect of the adapter.
+_LEAST = 1e-9
+_POSITIONS = 64  # positions whose distributions are in memory in float64 at a time
+
+
+@dataclass(frozen=True)
+class UpdateLoss:
+    """The distance of a merged model from the model with its adapter, on the same tokens.
+
+    `logit_error`: root mean square, relative. `divergence`: `KL(adapted || merged)` of the distributions of the next
+    token, mean, in nats. `effect`: `KL(adapted || base)`, the divergence of the model without its adapter.
+    """
+
+    logit_error: float
+    divergence: float
+    effect: float
+
+    @property
+    def share(self) -> float | None:
+        """0: the merged model predicts as with the adapter; 1: as without it. None: the adapter has no effect."""
+        return None if self.effect < _LEAST else self.divergence / self.effect
+
+
+@torch.no_grad()
+def measure_loss(adapted: Any, merged: Any, tokens: Tensor) -> UpdateLoss:
+    """`adapted`: a model of peft, run with and without its adapter. `tokens (n, length)`: run one row at a time."""
+    error = size = divergence = effect = 0.0
+    for row in tokens.split(1):
+        wanted, found = (model(input_ids=row, use_cache=False).logits[0] for model in (adapted, merged))
+        with adapted.disable_adapter():
+            plain = adapted(input_ids=row, use_cache=False).logits[0]
+        for wanted_part, *others in zip(*(one.split(_POSITIONS) for one in (wanted, found, plain)), strict=True):
+            expected = wanted_part.double()
+            found_part, plain_part = (one.double() for one in others)
+            error += float((found_part - expected).square().sum())
+            size += float(expected.square().sum())
+            divergence += _divergence(expected, found_part)
+            effect += _divergence(expected, plain_part)
+    count = tokens.numel()
+    return UpdateLoss((error / max(size, 1e-30)) ** 0.5, divergence / count, effect / count)
+
+
+def _divergence(expected: Tensor, found: Tensor) -> float:
+    """Sum over rows of the Kullback-Leibler divergence of the distributions with these logits."""
+    theirs, ours = expected.log_softmax(-1), found.log_softmax(-1)
+    return float((theirs.exp() * (theirs - ours)).sum())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -31,10 +33,14 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.sessions.runtime_sessions import require_runtime
 from sparsebit.errors import DeploymentError, users_level
 from sparsebit.execution.batches import Call, as_call, input_rows, to_device
+from sparsebit.graph.checking.outcome import Notes, Randomness, buffers_of, cloned, state_kept, undisturbed_randomness
+from sparsebit.graph.state.outer_state import OuterState
+from sparsebit.graph.values.comparison import difference
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
-from sparsebit.quantization.exporting.call_state import state_between_calls
 from sparsebit.quantization.exporting.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
+from sparsebit.quantization.faithful.carried_state import BuiltState
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -42,6 +48,8 @@ from sparsebit.records.phases import EXPORT, phase
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+log = logging.getLogger(__name__)
 
 _DEFAULTS = OnnxOptions()
 
@@ -234,3 +242,37 @@ def _opset_of(quantizer: Quantizer, weight_widths: frozenset[int]) -> int:
     if spec.format == "float8":
         return FLOAT8.opset
     return required_opset([(spec.qmin, spec.qmax, spec.granularity.size, quantizer.target == "weight")], weight_widths)
+
+
+# --- a state between calls, for which a file has no place
+
+
+def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:
+    """The names of attributes, buffers and globals that `call` changes, if a second identical call has another output.
+
+    All changes are undone. Changes without an effect on the output (a call counter, a kept attention map) do not
+    count.
+    """
+    source = qmodel.source
+    outside = OuterState(source.modules(), {})
+    with contextlib.ExitStack() as stack:
+        stack.callback(outside.restore)
+        for context in (torch.no_grad(), full_float32(), undisturbed_randomness(), state_kept(qmodel.model, source)):
+            stack.enter_context(context)
+        stack.enter_context(evaluating(qmodel))
+        state, notes = BuiltState(qmodel.original, source), Notes(call, buffers_of(source, qmodel.original))
+        randomness = Randomness.now()
+        try:
+            args, kwargs = cloned(call)
+            first = qmodel(*args, **kwargs)
+            attributes = [f"{path}.{name}".lstrip(".") for path, name in state.changes()]
+            changed = [*attributes, *notes.outcome(None).buffers, *filter(None, [outside.changed()])]
+            if not changed:
+                return []
+            randomness.restore()
+            args, kwargs = cloned(call)
+            second = qmodel(*args, **kwargs)
+        except Exception as error:  # the export reports it
+            log.debug("the model does not run on the export's inputs: %s: %s", type(error).__name__, error)
+            return []
+        return changed if difference(second, first) is not None else []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from sparsebit.config.selectors import Selector, read_overrides
+from sparsebit.errors import ConfigError
 from sparsebit.sparse.budgets.ratio_search import group_name
 from sparsebit.sparse.channels.groups import Group, layers_of
+from sparsebit.sparse.channels.labels import FIXED
 from sparsebit.sparse.group_search import ChannelGroups
 from sparsebit.sparse.sparse_config import SparseConfig
 
@@ -32,3 +35,63 @@ def group_ratios(
 def is_made_by(group: Group, weights: Collection[str]) -> bool:
     """Whether one of these weights produces the channels of a group."""
     return any(dim == 0 and tensor in weights for tensor, dim in group.axes)
+
+
+def weights_before_add(groups: ChannelGroups) -> frozenset[str]:
+    """The tensors whose output channels (dimension 0) pass an addition of two activations."""
+    sets = groups.bench.sets
+    added: set[int] = set()
+    for step in groups.bench.steps:
+        found = [axes for _, axes in step.inputs if len(axes) > 1]
+        labelled = [[labels for labels in axes if labels is not None] for axes in found]
+        if step.name in ("add", "add_") and sum(map(bool, labelled)) > 1:
+            added |= {sets.find(x) for axes in labelled for labels in axes for x in labels.tolist() if x > FIXED}
+    return frozenset(
+        axis.tensor
+        for axis in sets.axes
+        if axis.dim == 0 and any(sets.find(axis.first + place) in added for place in range(axis.size))
+    )
+
+
+def config_of_ratios(
+    config: SparseConfig, layers: Mapping[str, tuple[str, ...]], ratios: Mapping[str, float]
+) -> SparseConfig:
+    """The config whose `SPECIFIC` sets each group's ratio; `layers`: the layers of each group.
+
+    A layer lies in several groups: that of its inputs, and that of its outputs. The first entry that names a layer of
+    a group decides, so a group is written by a layer all of whose other groups were written before (or have the same
+    ratio).
+    """
+    entries: list[dict[str, list[object]]] = []
+    open_groups = dict.fromkeys(ratios)
+    while open_groups:
+        found = _next(list(open_groups), layers, ratios)
+        if found is None:
+            raise ConfigError(
+                f"no order of SPECIFIC can set each group's own ratio: each layer of {next(iter(open_groups))} lies in "
+                "another group too; use the ratios in Python, or give these layers one ratio"
+            )
+        layer, group = found
+        entries.append({layer: ["RATIO", ratios[group]]})
+        for name in [name for name in open_groups if layer in layers[name]]:
+            del open_groups[name]
+    overrides = read_overrides([*entries, *(override.to_entry() for override in config.SPARSER.SPECIFIC)])
+    names = {layer for found in layers.values() for layer in found}
+    selector = Selector(overrides)
+    winners = {override.glob for name in names if (override := selector.first(name))}
+    kept = [override.to_entry() for override in overrides if override.glob in winners]
+    changed = config.replace("SPARSER.RATIO", 0.0).replace("SPARSER.SPECIFIC", kept)
+    wrong = [name for name, ratio in ratios.items() if changed.ratio_of(layers[name]) != ratio]
+    assert not wrong, f"the config gives other ratios than were chosen at {', '.join(wrong[:5])}"
+    return changed
+
+
+def _next(
+    names: list[str], layers: Mapping[str, tuple[str, ...]], ratios: Mapping[str, float]
+) -> tuple[str, str] | None:
+    """A layer that belongs to one of these groups and to no other group with another ratio."""
+    for name in names:
+        for layer in layers[name]:
+            if all(ratios[other] == ratios[name] for other in names if layer in layers[other]):
+                return layer, name
+    return None

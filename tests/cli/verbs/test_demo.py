@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparsebit.cli import digits
-from sparsebit.cli.verbs import demo, demo_file
+from sparsebit.cli.verbs import demo
 from sparsebit.cli.verbs.demo import recommended
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.quantization import parse_qconfig
@@ -51,7 +51,7 @@ def test_json(sparsebit: Sparsebit) -> None:
 
 def test_table(sparsebit: Sparsebit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "train", lambda *_, **__: digits.DigitNet().eval())
-    monkeypatch.setattr(demo_file, "_TIMED_S", 0.1)
+    monkeypatch.setattr(demo, "_TIMED_S", 0.1)
     answer = sparsebit(*SHORT, "--quiet", "--output", tmp_path / "demo.onnx")
     assert open_session(tmp_path / "demo.onnx").inputs == ("images",)
     assert answer.code == 0 and "training" not in answer.err

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsebit.graph.nodes.view_ops import may_be_view, may_hold_view
+from sparsebit.graph.nodes.aliasing import may_be_view, may_hold_view
 
 
 @pytest.mark.parametrize(

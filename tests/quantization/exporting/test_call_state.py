@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.quantization.exporting.call_state import state_between_calls
+from sparsebit.quantization.exporting.export import state_between_calls
 from tests.quantization.tiny import calibrated
 
 Step = Callable[["Stateful", Tensor], Tensor]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.draw import to_mermaid
+from sparsebit.quantization.inspecting.mermaid import to_mermaid
 
 
 class Model(nn.Module):

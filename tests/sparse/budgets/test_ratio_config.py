@@ -6,7 +6,7 @@ import pytest
 
 from sparsebit.errors import ConfigError
 from sparsebit.sparse import parse_sconfig
-from sparsebit.sparse.budgets.ratio_config import config_of_ratios
+from sparsebit.sparse.budgets.group_ratios import config_of_ratios
 
 
 def test_the_order_of_entries_tells_groups_apart() -> None:
