@@ -20,6 +20,7 @@ from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
+from sparsebit.progress import track
 from sparsebit.sparse.budgets.latency_table import POINTS, Clock, Latency
 from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
@@ -264,7 +265,7 @@ def measured_costs(
     energy = sum(float(x.square().sum()) for outputs in dense for x in outputs) or 1.0
     tensors = dict(trial.named_parameters())
     found: dict[str, list[float]] = {}
-    for name, group in groups.items():
+    for name, group in track(groups.items(), "trying ratios of each group", total=len(groups)):
         before = {tensor: tensors[tensor].clone() for tensor, _ in group.axes if tensor in tensors}
         found[name] = []
         num_gone = 0
