@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,8 @@ from sparsebit.sparse import ModelSize, SparseConfig, SparseModel, model_size, p
 from sparsebit.sparse.budgets.measured_time import measured_time
 from sparsebit.sparse.budgets.ratio_search import KERNEL_WIDTHS
 from sparsebit.sparse.shrinking.pruned_folder import checked_folder
+
+_NUM_FOR_RATIOS = 64  # samples: each ratio of each group is tried on all of them
 
 
 def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
@@ -48,8 +51,9 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
         out.remark(f"found {len(found.groups)} groups, {len(found.units)} units that can be removed")
     chosen = None
     if limits:
-        assert batches is not None
-        chosen = smodel.choose_ratios(limits, batches, round_to=round_to or KERNEL_WIDTHS)
+        assert batches is not None and first is not None
+        few = batches[: math.ceil(_NUM_FOR_RATIOS / max(1, first.num_samples))]
+        chosen = smodel.choose_ratios(limits, few, round_to=round_to or KERNEL_WIDTHS)
         out.remark(_widths(chosen.round_to, was_given=round_to is not None))
     smodel.calc_params(batches)
     _check_removed(smodel)
