@@ -35,7 +35,8 @@ Scores = Mapping[str, Mapping[str, float]]
 def arguments(description: str | None, limit: str, config: str) -> argparse.ArgumentParser:
     """A parser with the options that every example takes; `limit`: what `--limit` counts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=config, help="what to quantize, and how (%(default)s)")
+    shown = config or "the recipe of the model"
+    parser.add_argument("--config", default=config, help=f"what to quantize, and how ({shown})")
     parser.add_argument("--data", type=Path, default=DATA, help="the data folder (%(default)s)")
     parser.add_argument(
         "--limit", type=int, metavar="N", help=f"a quick look: calibrate and score on at most N {limit}"

@@ -113,10 +113,10 @@ def train(
 def main() -> None:
     parser = arguments(__doc__, limit="images", config="")
     parser.add_argument("--model", choices=RECIPES, default="resnet20")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, help="of the weights; step sizes learn at a tenth of it")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"))
+    parser.add_argument("--epochs", type=int, default=30, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, default=256, help="images a step (%(default)s)")
+    parser.add_argument("--lr", type=float, help="of the weights (the recipe's); step sizes learn at a tenth of it")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), help="(the recipe's)")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with convolutions in NHWC")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -150,6 +150,8 @@ def main() -> None:
 
     teacher = model.to(options.device)
     scores = {"float": top1(teacher), "before training": top1(qmodel)}
+    before = ", ".join(f"{name} {score['top-1 %']:.1f} %" for name, score in scores.items())
+    print(f"{before}; training {options.epochs} epochs of {len(training)} images", file=sys.stderr)
     if options.bf16:
         qmodel.to(memory_format=torch.channels_last)
         teacher.to(memory_format=torch.channels_last)

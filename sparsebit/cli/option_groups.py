@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -373,3 +374,20 @@ def typed(group: Any, names: Iterable[str] | None = None) -> list[str]:
         field.name: _spelled(field) for field, value in values.items() if value not in (None, "") and value is not False
     }
     return [spelled for name, spelled in used.items() if names is None or name in names]
+
+
+def retyped(*groups: Any, without: Iterable[str] = ()) -> str:
+    """The options of the groups with their values, for a command to copy; those that have their default are left out.
+
+    >>> retyped(DataOptions(size=options.Size(192, 320), mean=options.Numbers((0.5, 0.4, 0.4)), gray=True))
+    '--size 192x320 --mean 0.5,0.4,0.4 --gray'
+    """
+    words: list[str] = []
+    for group in groups:
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if not field.metadata or field.name in without or value in (None, False, "", field.default):
+                continue
+            words += [field.metadata.get("short") or _spelled(field)]
+            words += [] if value is True else [options.as_typed(value)]
+    return shlex.join(words)

@@ -57,6 +57,13 @@ def read_arguments(text: str) -> Arguments:
     )
 
 
+def as_typed(value: Any) -> str:
+    """The text from which an option's value is read."""
+    if isinstance(value, Arguments):
+        return json.dumps(value.keywords or value.positional)
+    return ",".join(map(str, value)) if isinstance(value, Numbers | Names) else str(value)
+
+
 def read_size(text: str) -> Size:
     """`224`, or `192x320` (height x width)."""
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip().lower())

@@ -12,6 +12,7 @@ from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.first_batch import FirstBatch
 from sparsebit.cli.inputs.loading import load_net, resolve, weights_source
 from sparsebit.cli.inputs.scoring import load_test
+from sparsebit.cli.option_groups import retyped
 from sparsebit.cli.outputs.output import Output, decibel, facts_table
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.cli.outputs.recording import Recording
@@ -77,7 +78,9 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
         "saved": str(output),
     }
     out.result(record, details=[facts_table(facts)])
-    out.next_steps(f"sparsebit quantize -m {name} -w {output} -d {data or 'SOURCE'} -o FILE.onnx")
+    net_again, data_again = retyped(asked.net, without=["weights"]), retyped(asked.how, asked.scored)
+    words = ["sparsebit quantize", net_again, f"-w {output} -d {data or 'SOURCE'}", data_again, "-o FILE.onnx"]
+    out.next_steps(" ".join(filter(None, words)))
 
 
 def _masked(

@@ -22,7 +22,7 @@ from sparsebit.cli.inputs.calibrated_model import (
 from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.loading import load_net, weights_source
 from sparsebit.cli.inputs.scoring import load_test
-from sparsebit.cli.option_groups import TrainedModel
+from sparsebit.cli.option_groups import TrainedModel, retyped
 from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, export, scored_file
 from sparsebit.cli.outputs.output import Output, decibel, facts_table, kilobytes
 from sparsebit.cli.outputs.output_files import checked_target
@@ -136,8 +136,8 @@ def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
     """Commands that show where accuracy was lost, and how the file runs."""
     steps = [f"sparsebit audit {where.file}   # which layers run in integers, and why not"] if where.file else []
     if where.folder is not None and asked.data is not None:
-        named = f"-m {asked.net.model} --quantized {where.folder} -d {asked.data}"
-        steps.append(f"sparsebit profile {named}   # which layers lose most; with the same data options")
+        words = [retyped(asked.net), f"--quantized {where.folder} -d {asked.data}", retyped(asked.how)]
+        steps.append(f"sparsebit profile {' '.join(filter(None, words))}   # which layers lose most")
     return steps
 
 

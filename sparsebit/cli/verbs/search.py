@@ -10,6 +10,7 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.inputs.calibrated_model import calibrated, formats, load_subject, read_config
+from sparsebit.cli.option_groups import retyped
 from sparsebit.cli.outputs.output import Output
 from sparsebit.cli.outputs.output_files import need_own_text, replace_text
 from sparsebit.cli.outputs.recording import Recording
@@ -44,7 +45,7 @@ def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
         records = [{"output": str(file), **one.to_dict()} for file, one in zip(files, searches, strict=True)]
         written = f"written: {', '.join(map(str, files))}"
         out.result({"model": name, "searches": records}, *map(str, searches), written)
-        out.next_steps(f"sparsebit quantize -m {name} -d {asked.data} --placement {files[0]} -o FILE.onnx")
+        out.next_steps(f"sparsebit quantize {_again(asked)} --placement {files[0]} -o FILE.onnx")
         return
     found = search_bits(
         *(qmodel, batches, budgets),
@@ -55,7 +56,12 @@ def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
     chosen = found.config.replace("ALGORITHMS", steps) if steps else found.config
     replace_text(output, chosen.to_yaml())
     out.result({"model": name, "output": str(output), **found.to_dict()}, str(found), f"written: {output}")
-    out.next_steps(f"sparsebit quantize -m {name} -d {asked.data} -c {output} -o DIR")
+    out.next_steps(f"sparsebit quantize {_again(asked)} -c {output} -o DIR")
+
+
+def _again(asked: SearchOptions) -> str:
+    """The model and the data, as they were typed."""
+    return " ".join(filter(None, [retyped(asked.net), f"-d {asked.data}", retyped(asked.how)]))
 
 
 def check_latency(asked: SearchOptions, budgets: dict[str, float]) -> None:

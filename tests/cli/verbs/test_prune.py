@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from torch import nn
 
 from sparsebit.cli.inputs.loading import load_model
@@ -61,6 +62,17 @@ def test_the_time_of_both_models_is_measured(sparsebit: Sparsebit, project: Path
     time = sparsebit(*MODEL, "--ratio", "0.5", "--json").json["time"]
     assert time["ratio"] > 0 and time["dense_ms"] > 0 and time["small_ms"] > 0 and not time["reason"]
     assert time["is_faster"] == (time["ratio"] <= 0.97)
+
+
+def test_the_next_command_repeats_the_model_and_the_data(sparsebit: Sparsebit, project: Path) -> None:
+    pytest.importorskip("numpy").savez("images.npz", x=torch.rand(16, 8, 8, 3).mul(255).byte().numpy())
+    given = ("--model-args", '{"classes": 5}', "--batch-size", "8", "--mean", "0.5,0.4,0.4")
+    answer = sparsebit(*MODEL, *given, "--ratio", "0.5", "--data", "images.npz")
+    assert answer.code == 0, answer.err
+    assert answer.err.splitlines()[-1] == (
+        "next: sparsebit quantize -m own_project:Net --model-args '{\"classes\": 5}' -w small -d images.npz "
+        "--mean 0.5,0.4,0.4 --batch-size 8 -o FILE.onnx"
+    )
 
 
 @pytest.mark.usefixtures("untimed")
