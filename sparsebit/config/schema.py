@@ -93,7 +93,7 @@ class Schedule(Section):
 
 _SPECIFIC = (
     "Settings for single layers, by glob on their names, with the keys of this section. "
-    "The first glob that matches a layer wins; later ones are not looked at."
+    "The first glob that matches a layer wins; later ones are ignored."
 )
 
 

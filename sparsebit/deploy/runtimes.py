@@ -68,13 +68,13 @@ _SMOOTH = frozenset(
 
 _FLOAT_ADDS = (
     "residual adds run in float between integer convolutions, with conversions around each "
-    "(ResNet-18: 22 conversions in the place of 1; all 20 convolutions stay in integers)"
+    "(ResNet-18: 22 conversions instead of 1; all 20 convolutions stay in integers)"
 )
 _CONVERTED_ADDS = "residual adds run in float between two int8 convolutions: two conversions each"
 _TRANSFORMER_ADDS = "adds of transformers become integer ops with conversions around them: slower, and less exact"
 _SCHEDULE_COSTS = {
     "SCHEDULE.FUSE_BN=False": (
-        "batch norms stay separate float ops, and no convolution in front of one can run in integers"
+        "batch norms stay separate float ops, and no convolution before one can run in integers"
     ),
     "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": (
         "a quantizer between a convolution and its activation keeps the two from being fused"

@@ -311,7 +311,7 @@ def backward_stacked(
 def forward_ragged(
     x_ptr, scale_ptr, start_ptr, qmin_ptr, qmax_ptr, y_ptr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of different lengths, one behind the other, each with its own scale and grid; a program has one."""
+    """Rows of different lengths, one after the other, each with its own scale and grid; a program has one."""
     row = tl.program_id(0)
     start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
     low, high = tl.load(qmin_ptr + row), tl.load(qmax_ptr + row)

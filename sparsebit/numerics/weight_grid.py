@@ -109,7 +109,7 @@ class Lines:
         return codes if self.zero_point is None else codes - self._of(self.zero_point)
 
     def with_scale(self, scale: Tensor) -> Lines:
-        """Other scales, `(groups, sets, rows)`, that are kept as they are; those of one number have to be equal."""
+        """Other scales, `(groups, sets, rows)`, that are kept unchanged; those of one number must be equal."""
         flat = self.grid.scale.clone()
         flat[self.index] = scale
         return replace(self, scale=scale, grid=replace(self.grid, scale=flat))

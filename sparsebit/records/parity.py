@@ -73,13 +73,13 @@ class OutputParity:
             )
         if tolerance.exact and not self.is_equal:
             return (
-                f"output {self.name}: differs by up to {self.max_difference:.2g} of its range, and is to be equal "
+                f"output {self.name}: differs by up to {self.max_difference:.2g} of its range, and must be equal "
                 "bit by bit"
             )
         if tolerance.min_sqnr_db is not None and not self.sqnr_db >= tolerance.min_sqnr_db:
             return (
                 f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; "
-                f"{tolerance.min_sqnr_db:.1f} dB is asked for"
+                f"{tolerance.min_sqnr_db:.1f} dB is required"
             )
         noise_db = math.inf if self.noise_db is None else self.noise_db
         limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)

@@ -3,7 +3,7 @@
 Layers are visited in the order of the forward, each with its current input in the pruned model and its input in the
 dense one. Its remaining weights are the solution of a least squares problem in closed form
 (`sparsebit.numerics.rounding.pruning_math`): the remaining input channels compensate for the removed ones. The mean
-error goes into the bias, or into the running mean of the batch norm behind the layer. No labels, no gradients.
+error goes into the bias, or into the running mean of the batch norm after the layer. No labels, no gradients.
 Padded positions (by an attention mask) do not count.
 """
 
@@ -207,7 +207,7 @@ class _Session:
 
 @torch.no_grad()
 def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
-    """Fit one layer; its bias, or the running mean behind it, absorbs the mean error."""
+    """Fit one layer; its bias, or the running mean after it, absorbs the mean error."""
     form, weight, bias = layer.form, layer.pruned.get_parameter("weight"), layer.pruned._parameters.get("bias")
     halves, energy = _moments(layer, inputs)
     moments = InputMoments(halves[0].dtype)

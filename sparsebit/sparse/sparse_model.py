@@ -233,7 +233,7 @@ class SparseModel(MaskedModule):
         num_threads: int = 1,
         stopwatch: Stopwatch | None = None,
     ) -> RatioChoice:
-        """Choose the ratio of each group such that the smaller model keeps the budgets; `calc_params` then uses them.
+        """Choose the ratio of each group so that the smaller model keeps the budgets; `calc_params` then uses them.
 
         `budgets`: `{"macs": 0.7}`, of `macs`, `bytes`, `latency`; up to 1 it is a share of the dense model, above 1 a
         number (of MACs for one sample). `batches`: the cost of an option is the change of the model's output on the

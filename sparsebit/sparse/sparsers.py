@@ -67,7 +67,7 @@ def sparser_mask(kind: type[Sparser], config: Section, name: str, weight: Tensor
     found = kind(config, name, ratio).calc_mask(weight)
     if found.shape != weight.shape:
         shapes = f"{tuple(found.shape)} for {name}, a weight of {tuple(weight.shape)}"
-        raise ConfigError(f"{kind.__name__}.calc_mask gave a mask of {shapes}")
+        raise ConfigError(f"{kind.__name__}.calc_mask returned a mask of {shapes}")
     return found.bool()
 
 

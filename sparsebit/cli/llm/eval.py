@@ -70,7 +70,7 @@ class TaskOptions:
         typer.Option(
             "--num-fewshot",
             min=0,
-            help="Answered questions in front of each; those of the task.",
+            help="Answered questions before each; those of the task.",
             rich_help_panel=_TASKS,
         ),
     ] = None

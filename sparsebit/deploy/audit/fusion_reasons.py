@@ -221,7 +221,7 @@ _SMOOTH = (
     "Softplus", "Mish", "Swish", "Mul",
 )  # fmt: skip
 _QUANTIZE_ADDS = "quantize the residual adds (A.QADD.ENABLE_QUANT: true, or BACKEND: {runtime})"
-_NBITS = "store it as [K, N] with blocks of 16, 32, 64 … along K in front of a MatMul, for MatMulNBits"
+_NBITS = "store it as [K, N] with blocks of 16, 32, 64 … along K before a MatMul, for MatMulNBits"
 _CONVERSIONS_COST = "the conversions around it would cost more than integers save"
 _WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
 
@@ -249,7 +249,7 @@ ROWS: tuple[Row, ...] = (
     Row("its weight is in float", "quantize it: W.QUANTIZER.DISABLE: false",
         lambda site: site.has_float_weight),
     Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", lambda site: _wide(site.data)),
-    Row("a Flatten is between its quantized input and it", "quantize behind it, or write it as a Reshape",
+    Row("a Flatten is between its quantized input and it", "quantize after it, or write it as a Reshape",
         _flattened, (_ORT,)),
     Row("its scales are computed at run time", "calibrate the activations: constant scales",
         lambda site: any(found is not None and found.scale is None for found in site.quantizations)),
@@ -260,7 +260,7 @@ ROWS: tuple[Row, ...] = (
         lambda site: f"blocks of {site.weight.block}" if site.weight is not None and site.weight.block else ""),
     Row("its activations are int8 and its weights uint8", "W.QSCHEME: per-channel-symmetric, for int8 weights",
         lambda site: [q and q.dtype for q in (site.data, site.weight)] == ["int8", "uint8"], (_ORT,)),
-    Row("its bias is computed while the model runs", "add it behind the layer, or make it a constant",
+    Row("its bias is computed while the model runs", "add it after the layer, or make it a constant",
         lambda site: site.has_computed_bias, (_ORT,)),
     Row("its bias is in float", "export with BACKEND: {runtime}, whose biases are int32", _bias_of_another_backend,
         (_ORT,)),
@@ -269,18 +269,18 @@ ROWS: tuple[Row, ...] = (
     Row("a batch norm follows it", "SCHEDULE.FUSE_BN: true", _read_by("BatchNormalization"), (_ORT,)),
     Row("its output is read by a float add", _QUANTIZE_ADDS, _read_by("Add", "Sum"), (_ORT,)),
     Row("its output runs into an activation that is computed in float",
-        f"quantize its output in front of the activation, or take a ReLU, which is absorbed; {_BACKEND}",
+        f"quantize its output before the activation, or take a ReLU, which is absorbed; {_BACKEND}",
         _read_by(*_SMOOTH), (_ORT,)),
     Row("its output is quantized for one reader and float for another",
         "quantize every reader of it, residual adds too (A.QADD.ENABLE_QUANT: true, or BACKEND: {runtime})",
         _also_float, (_ORT,)),
     Row("its output is quantized twice", "one quantizer for all readers of a value",
         _several_quantizers, (_ORT,)),
-    Row("its activation is not absorbed, because the numbers behind it are signed or reach further",
+    Row("its activation is not absorbed, because the numbers after it are signed or reach further",
         "unsigned activations with the zero point at the bottom: A.QSCHEME: per-tensor-affine", _unabsorbed, (_ORT,)),
     Row("its input and output are of different integer types", "one A.QSCHEME for the whole model",
         _type_change, (_ORT,)),
-    Row("its input and output have different scales", f"one quantizer in front of and behind it; {_BACKEND}",
+    Row("its input and output have different scales", f"one quantizer before and after it; {_BACKEND}",
         _other_grid, (_ORT,)),
     Row("its output is read in float", f"quantize what reads it; {_BACKEND}", _read_by(), (_ORT,)),
     Row("its output is the model's output and stays float", "accept it for the last layer, or quantize its output too",

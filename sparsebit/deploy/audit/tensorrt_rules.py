@@ -226,7 +226,7 @@ def _batch_norm(graph: Graph) -> Found:
         if node.op_type in _WEIGHTED and graph.dequantized(node.input[0]) is not None:
             for reader in graph.behind(node.output[0]):
                 if reader.op_type == "BatchNormalization":
-                    yield label(reader), f"a batch norm behind the quantized {label(node)}"
+                    yield label(reader), f"a batch norm after the quantized {label(node)}"
 
 
 def _split_activation(graph: Graph) -> Found:
@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     Rule("both-operands", "advice", _EXPLICIT, "quantize all inputs of weighted layers", _float_weights),
     Rule("weight-next-to-layer", "advice", _EXPLICIT, "store the weight as the layer reads it", _distant_weights),
     Rule("batch-norm", "advice", _EXPLICIT, "SCHEDULE.FUSE_BN: true", _batch_norm),
-    Rule("activation-fusion", "advice", _EXPLICIT, "SCHEDULE.DISABLE_UNNECESSARY_QUANT: true quantizes behind it",
+    Rule("activation-fusion", "advice", _EXPLICIT, "SCHEDULE.DISABLE_UNNECESSARY_QUANT: true quantizes after it",
          _split_activation),
     Rule("concat-scales", "advice", _EXPLICIT, "one scale for all inputs of a concat", _concat),
     Rule("residual-add", "advice", _EXPLICIT, "A.QADD.ENABLE_QUANT: true, or BACKEND: tensorrt", _residual),

@@ -30,7 +30,7 @@ class OpKind(Enum):
 
     WEIGHTED = "weighted"  # quantizes its input and its weight
     UNARY = "unary"  # quantizes its one input
-    MULTI = "multi"  # every tensor input is quantized in front of it
+    MULTI = "multi"  # every tensor input is quantized before it
     TRANSPARENT = "transparent"  # moves or selects values: needs no quantizer
     PYTHON = "python"  # sizes, comparisons, casts: not part of the arithmetic
     FLOAT = "float"  # known, and kept in float

@@ -90,7 +90,7 @@ class PlainMultiheadAttention(nn.Module):
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         elif not unbatched and not isinstance(query, fx.Proxy) and torch.is_grad_enabled():
-            # Torch's own projections read (L, N, E), a copy: code behind may write into the inputs before a backward.
+            # Torch's own projections read (L, N, E), a copy: later code may write into the inputs before a backward.
             query, key, value = _copies(query, key, value)
         batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         q = self._split(self.q_proj(query), batch, queries) * (1.0 / math.sqrt(self.head_dim))

@@ -74,7 +74,7 @@ def neutralize(norm: _BatchNorm) -> None:
 
 
 class Folded(Absorbed):
-    """A norm that was folded into the layer in front of it: an identity, in train mode too."""
+    """A norm that was folded into the layer before it: an identity, in train mode too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input

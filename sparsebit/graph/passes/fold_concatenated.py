@@ -54,7 +54,7 @@ class FoldConcatenated(ReplacePatternBase):
 
 
 def fold_concatenated(graph_module: fx.GraphModule) -> int:
-    """Fold the batch norms behind concatenated convolutions in place; returns how many."""
+    """Fold the batch norms after concatenated convolutions in place; returns how many."""
     return FoldConcatenated().apply(graph_module)
 
 

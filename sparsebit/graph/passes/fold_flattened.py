@@ -46,7 +46,7 @@ class FoldFlattened(ReplacePatternBase):
 
 
 def fold_flattened(graph_module: fx.GraphModule) -> int:
-    """Fold the batch norms behind flattened linear layers in place; returns how many."""
+    """Fold the batch norms after flattened linear layers in place; returns how many."""
     return FoldFlattened().apply(graph_module)
 
 

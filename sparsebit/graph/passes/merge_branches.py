@@ -1,7 +1,7 @@
 """Sums of convolutions of one input -> one convolution: networks that train with branches and run without them.
 
 `conv3(x) + conv1(x) + norm(x)` is linear in x, so one kernel computes it (RepVGG, Ding et al. 2021, section 3.3). The
-largest kernel takes in the others; these stay behind with weights of zero, for code of the model that still calls them.
+largest kernel takes in the others; these remain with weights of zero, for code of the model that still calls them.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
 
 
 def _inner_additions(addition: fx.Node) -> list[fx.Node]:
-    """The sums inside of a sum, each in front of those inside of it."""
+    """The sums inside of a sum, each before those inside of it."""
     found: list[fx.Node] = []
     for part in addition.args:
         if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:

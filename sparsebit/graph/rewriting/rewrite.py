@@ -108,7 +108,7 @@ def _has_effects(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, module: nn.Module) -> fx.Node:
-    """Call `module`, filed under `name`, on `node`'s value, right behind it. Uses are not rewired."""
+    """Call `module`, filed under `name`, on `node`'s value, right after it. Uses are not rewired."""
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_after(_last_of_block(node)):
         return graph_module.graph.call_module(name, (node,))
@@ -117,14 +117,14 @@ def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, 
 def insert_module_before(
     graph_module: fx.GraphModule, reader: fx.Node, source: fx.Node, name: str, module: nn.Module
 ) -> fx.Node:
-    """Call `module`, filed under `name`, on `source`'s value, right in front of `reader`. Uses are not rewired."""
+    """Call `module`, filed under `name`, on `source`'s value, right before `reader`. Uses are not rewired."""
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(reader):
         return graph_module.graph.call_module(name, (source,))
 
 
 def _last_of_block(node: fx.Node) -> fx.Node:
-    """The node to insert behind: for an input, the last placeholder, so that placeholders stay in front."""
+    """The node to insert after: for an input, the last placeholder, so that placeholders stay first."""
     if node.op != "placeholder":
         return node
     while node.next.op == "placeholder":

@@ -47,7 +47,7 @@ class OuterState:
     """The current values of all places that the code of some modules can reach."""
 
     def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
-        """`known`: the places of classes that were looked at before."""
+        """`known`: the places of classes that were examined before."""
         self.undo: list[Callable[[], None]] = []
         places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
         self.held = [(place, place.read()) for place in places]

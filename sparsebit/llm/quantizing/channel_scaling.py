@@ -54,7 +54,7 @@ class ChannelScaling:
         self, block: nn.Module, stage: Sequence[str], fold: Fold | None, moments: InputMoments, path: str
     ) -> ScaledInput:
         if fold is None:
-            return ScaledInput(reason="no norm or layer in front can take the scale exactly")
+            return ScaledInput(reason="no preceding norm or layer can take the scale exactly")
         modules = linears(block)
         weights = [modules[name].weight.detach().float() for name in stage]
         nearest = [

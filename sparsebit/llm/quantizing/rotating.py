@@ -169,7 +169,7 @@ class _Rotation:
         if not _is_near(found, expected):
             raise ConfigError(
                 f"rotate: {what} of {type(self.skeleton.model).__name__} does not compute the same with rotated hidden "
-                "states (a norm that takes off the mean, or one behind a layer): leave rotate out"
+                "states (a norm that subtracts the mean, or one after a layer): leave rotate out"
             )
 
     def _as_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

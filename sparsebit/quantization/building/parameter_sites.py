@@ -89,7 +89,7 @@ def _weights_of(layer: WeightedQuantOpr) -> list[nn.Parameter]:
 
 
 def _reads(root: fx.GraphModule) -> Iterator[tuple[fx.Node, Quantizer]]:
-    """The node in front of each quantizer of the graph."""
+    """The node before each quantizer of the graph."""
     for node in root.graph.nodes:
         module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, FunctionalWeightedQuantOpr):

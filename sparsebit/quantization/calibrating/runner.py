@@ -95,7 +95,7 @@ class CalibrationRunner:
             raise CalibrationError(
                 f"none of the {len(expected)} activation quantizers saw a float tensor in "
                 f"{self.num_batches} batches: they were empty, held integers, or ran the model's own code past all of "
-                "them, or the model gave generators that were not read to their end; build the QuantModel with "
+                "them, or the model returned generators that were not read to their end; build the QuantModel with "
                 "example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights alone"
             )
         if asym and self.inputs is not None and not sum(gather(len(self.inputs))):

@@ -211,7 +211,7 @@ def _refuse_projections(qmodel: SimulatedModel) -> None:
         if isinstance(module, torch.nn.LSTM) and module.proj_size:
             raise DeploymentError(
                 f"export_onnx: {name or 'the model'} is an LSTM with proj_size={module.proj_size}, and ONNX's LSTM has "
-                "no projection; use proj_size=0 and a Linear layer behind it"
+                "no projection; use proj_size=0 and a Linear layer after it"
             )
 
 

@@ -147,7 +147,7 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
         if where is not None and not fault:
             fault = "one of its kernels is wrong"
         elif traced.unexplained and tolerance.exact is not False and not fault:
-            fault = f"{traced.unexplained} is to be equal bit by bit, as all that it is computed from is"
+            fault = f"{traced.unexplained} must be equal bit by bit, because all its inputs are"
         if fault:
             where = where or first_divergence(traced.differences, any_step=bool(tolerance.exact or traced.unexplained))
             raise DeploymentError(
@@ -253,7 +253,7 @@ def _behind(differences: Sequence[SiteDifference]) -> str:
     if not differences:
         return "; it has no quantized activation to compare"
     agree = "agree but for single steps" if any(difference.largest for difference in differences) else "agree"
-    return f"; all quantized activations {agree} up to the last one, {differences[-1].site}: the fault lies behind it"
+    return f"; all quantized activations {agree} up to the last one, {differences[-1].site}: the fault is after it"
 
 
 def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:

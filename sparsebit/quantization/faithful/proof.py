@@ -123,7 +123,7 @@ class Proof:
                 qmodel.unproved = f"with ops that you registered ({registered}) the copy differs on {occasion}: {found}"
                 break
             if not repeats or not reference.repeats(cloned(given), expected, randomness):
-                qmodel.unproved = f"the model's own code gives another result when {occasion} runs again: {found}"
+                qmodel.unproved = f"the model's own code returns another result when {occasion} runs again: {found}"
                 if not repeats or outcome is None or "" in qmodel.built.captured.untraced:
                     break
                 repeats = False  # a graph would return one of its results at every call

@@ -392,8 +392,8 @@ def _mean_loss(loss: Loss, batch: Any, output: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1:
         shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ConfigError(
-            f"sensitivity(loss=...): it gave {shown}; it must give the mean loss of the batch, a tensor of one number "
-            "that gradients can be taken of"
+            f"sensitivity(loss=...): it returned {shown}; it must return the mean loss of the batch, a tensor of one "
+            "number that gradients can be taken of"
         )
     return found.reshape(())
 

@@ -224,7 +224,7 @@ class QuantModel(SimulatedModel):
         """Fold batch norms, with their current statistics, into the layers before them.
 
         For statistics that were frozen in training; otherwise `batchnorm_tuning` finds better ones first. The integers
-        of the weights do not change. Norms behind linear layers are not folded: only a forward shows whether their
+        of the weights do not change. Norms after linear layers are not folded: only a forward shows whether their
         channels are the layer's.
         """
         self.qat.fold_batchnorm()

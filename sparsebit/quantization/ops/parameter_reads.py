@@ -24,7 +24,7 @@ CHILD = "quantized_parameters"
 
 
 class QuantizedParameter(nn.Module):
-    """The quantizer of one parameter. In a graph it is a node behind the read of that parameter."""
+    """The quantizer of one parameter. In a graph it is a node after the read of that parameter."""
 
     def __init__(self, owner: nn.Module, name: str, layer: str, weight_quantizer: Quantizer) -> None:
         """`layer`: the owner's path in the model."""

@@ -83,7 +83,7 @@ def fold_parametrizations(module: nn.Module) -> None:
 
 
 def _forget_weight_norm(module: nn.Module) -> None:
-    """Remove the hook by which weight norm reads older states: it stays behind, and cannot be pickled."""
+    """Remove the hook by which weight norm reads older states: it would remain, and cannot be pickled."""
     for key, hook in list(module._load_state_dict_pre_hooks.items()):
         if getattr(getattr(hook, "hook", hook), "__qualname__", "").startswith(f"{weight_norm.__name__}.<locals>"):
             del module._load_state_dict_pre_hooks[key]

@@ -104,7 +104,7 @@ class ModulePaths:
         return self.stack[-1][1]
 
     def number(self, kind: str) -> int:
-        """How many times this kind was asked for in the running call of the module."""
+        """How many times this kind was requested in the running call of the module."""
         counts = self.stack[-1][2]
         counts[kind] = counts.get(kind, -1) + 1
         return counts[kind]

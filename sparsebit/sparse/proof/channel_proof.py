@@ -291,7 +291,7 @@ def mask_units(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def computing(steps: Sequence[TracedCall]) -> list[Computed]:
-    """The steps that compute. A product and the `add` of a bias right behind it are one, as in `addmm`."""
+    """The steps that compute. A product and the `add` of a bias right after it are one, as in `addmm`."""
     found: list[Computed] = []
     number = 0
     for index, step in enumerate(steps):

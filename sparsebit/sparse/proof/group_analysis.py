@@ -33,7 +33,7 @@ class Analysis:
     ) -> None:
         self.sets = LabelSets()
         self.notes: list[str] = []
-        # What a run leaves behind (cached values) must not be seen by the next one.
+        # The next run must not see values that this one has cached.
         model = copy_model(model, share_parameters=True)
         names = {id(tensor): name for name, tensor in named_tensors(model).items()}
         self.trace: Trace = watch(model, call, self.sets, names, options)

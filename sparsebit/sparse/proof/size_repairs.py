@@ -56,7 +56,7 @@ def _options(bench: Bench, failure: Failure, frames: _Frames, rules: Sequence[Si
 
 
 class _Frames:
-    """The sizes that shrink in the forward of each module, each looked at once."""
+    """The sizes that shrink in the forward of each module, each examined once."""
 
     def __init__(self, bench: Bench, dead: Sequence[Unit]) -> None:
         self.alive = bench.alive({unit.label for unit in dead})

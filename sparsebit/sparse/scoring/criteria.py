@@ -190,7 +190,7 @@ def obs(evidence: Evidence) -> Tensor | None:
 
 @register_criterion("sparsegpt", needs="moments", update=_taken_up)
 def sparsegpt(evidence: Evidence) -> Tensor | None:
-    """The same, with each column judged after the ones in front were removed (Frantar and Alistarh 2023).
+    """The same, with each column scored after the ones before it were removed (Frantar and Alistarh 2023).
 
     With one ratio over all layers, or for whole channels, it is `obs`.
     """

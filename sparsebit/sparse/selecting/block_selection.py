@@ -51,7 +51,7 @@ def mask_blocks(masks: Mapping[str, Tensor], dead: Sequence[ResidualBlock]) -> N
 
 
 def plan_without(blocks: ResidualBlocks, names: Sequence[str]) -> ChannelPlan:
-    """The plan that removes these blocks; norms behind their additions stay."""
+    """The plan that removes these blocks; norms after their additions stay."""
     norms = {block.name: block.norms for block in blocks.blocks if block.norms and block.name in names}
     return ChannelPlan(skipped=tuple(names), norms=norms)
 

@@ -1,7 +1,7 @@
 """Whole residual blocks: modules that compute `x + f(x)`, so that the model still runs without them.
 
 A module is such a block if it returns its input when all its parameters are zero: then `f` is zero. This is tested by
-running it, not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU),
+running it, not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` after another ReLU),
 inverted residuals and transformer layers with norms inside the branches, and not for blocks that change the width or
 the resolution. If norms follow the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are set to
 zero, and the block becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must

@@ -39,7 +39,7 @@ class ChannelPlan:
     computed: Mapping[str, str] = field(default_factory=dict)
     # layers whose activations keep their width: on which sides, of "in" and "out"
     spread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # of removed blocks: the norms behind their additions, which stay
+    # of removed blocks: the norms after their additions, which stay
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

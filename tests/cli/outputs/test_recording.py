@@ -185,4 +185,4 @@ def test_a_failed_check_is_recorded(sparsebit: Sparsebit, project: Path) -> None
     answer = sparsebit("check", "net.onnx", "-d", "own_project:batches", *limits)
     assert answer.code == 1
     (check,) = read_record("c.json").parity
-    assert check.fault is not None and "200.0 dB is asked for" in check.fault
+    assert check.fault is not None and "200.0 dB is required" in check.fault

@@ -39,7 +39,7 @@ def test_a_saved_model_and_its_file(sparsebit: Sparsebit, folder: Path) -> None:
     assert answer.code == 0 and "bit-exact in onnxruntime against the simulation" in words(answer.out)
     assert "against the float model" in words(sparsebit(*source).out)
     answer = sparsebit(*source, "--min-sqnr", "90")
-    assert answer.code == 1 and "dB against the float model; 90.0 dB is asked for" in words(answer.err)
+    assert answer.code == 1 and "dB against the float model; 90.0 dB is required" in words(answer.err)
     answer = sparsebit("check", "net.onnx", "-d", "data.npz")
     assert "It was compared with itself only" in words(answer.out)
 

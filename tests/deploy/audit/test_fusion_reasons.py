@@ -247,14 +247,14 @@ def two_quantizers() -> tuple[Tiny, str]:
     return t, t.node("Concat", [t.quantized(y), t.quantized(y, scale=0.05)], "cat", axis=1)
 
 
-@float_because("its activation is not absorbed, because the numbers behind it are signed or reach further")
+@float_because("its activation is not absorbed, because the numbers after it are signed or reach further")
 def relu_before_signed_numbers() -> tuple[Tiny, str]:
     t = Tiny()
     y = t.node("Relu", [t.conv(t.quantized("x", 0, np.int8))], "relu")
     return t, t.quantized(y, 0, np.int8)
 
 
-@float_because("its activation is not absorbed, because the numbers behind it are signed or reach further")
+@float_because("its activation is not absorbed, because the numbers after it are signed or reach further")
 def relu6_before_a_wider_range() -> tuple[Tiny, str]:
     t = Tiny()
     limits = [t.constant("low", np.float32(0)), t.constant("high", np.float32(6))]

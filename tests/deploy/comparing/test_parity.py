@@ -85,7 +85,7 @@ def test_limits_that_the_user_sets() -> None:
     floats = SCORES + 0.2 * np.random.default_rng(1).normal(size=SCORES.shape).astype(np.float32)
     parity = compare(SCORES, SCORES + np.float32(1e-3), floats)
     assert parity.fault(Tolerance()) == parity.fault(Tolerance(min_sqnr_db=40)) == ""
-    assert "80.0 dB is asked for" in parity.fault(Tolerance(min_sqnr_db=80))
+    assert "80.0 dB is required" in parity.fault(Tolerance(min_sqnr_db=80))
     assert "bit by bit" in parity.fault(Tolerance(exact=True))
     assert compare(SCORES, SCORES.copy()).fault(Tolerance(exact=True, min_sqnr_db=200)) == ""
 

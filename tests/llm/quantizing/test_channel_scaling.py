@@ -57,7 +57,7 @@ def test_end_to_end(model_type: str, tmp_path: Path) -> None:
 def test_what_is_not_scaled_is_told(tmp_path: Path) -> None:
     source = source_of(tiny_model("phi", num_hidden_layers=1), tmp_path)
     made = quantize(source, tmp_path / "packed", AWQ, calibration(source))
-    expected = ScaledInput(reason="no norm or layer in front can take the scale exactly")
+    expected = ScaledInput(reason="no preceding norm or layer can take the scale exactly")
     assert made.scaled_inputs["model.layers.0: mlp.fc2"] == expected
     assert made.scaled_inputs["model.layers.0: self_attn.dense"].source == "self_attn.v_proj"
 

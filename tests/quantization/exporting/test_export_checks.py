@@ -126,7 +126,7 @@ def test_a_wrong_layer_is_named_by_the_first_site_behind_it(layer: str, made: Ma
 @pytest.mark.exact_sums
 def test_a_wrong_last_layer_lies_behind_all_sites(made: Made, tmp_path: Path) -> None:
     file = made.broken(tmp_path, doubled, "head.weight/scale")
-    words = r"agree( but for single steps)? up to the last one, head\.input: the fault lies behind it"
+    words = r"agree( but for single steps)? up to the last one, head\.input: the fault is after it"
     with pytest.raises(DeploymentError, match=words):
         made.qmodel.check_onnx(file, [X])
 
@@ -219,7 +219,7 @@ def test_exactness_is_only_asked_for_where_the_user_wants_it(ort: Made, tmp_path
     parity = ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(exact=False))
     assert not parity.is_exact
     assert ort.qmodel.check_onnx(ort.file, [X], tolerance=Tolerance(exact=True, min_sqnr_db=300)).is_exact
-    with pytest.raises(DeploymentError, match=r"90\.0 dB is asked for"):
+    with pytest.raises(DeploymentError, match=r"90\.0 dB is required"):
         ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(exact=False, min_sqnr_db=90))
 
 

@@ -205,7 +205,7 @@ def test_a_model_that_differs_from_itself_is_told_and_runs_its_own_code() -> Non
 
     x = torch.randn(2, 8)
     qmodel = QuantModel(nn.Sequential(nn.Linear(8, 8), Clock()).eval(), qconfig(), example_inputs=x)
-    assert "gives another result when example_inputs runs again" in qmodel.coverage.notes[-1]
+    assert "returns another result when example_inputs runs again" in qmodel.coverage.notes[-1]
     assert [module.path for module in qmodel.coverage.opaque] == ["1"]
     with torch.no_grad():
         assert float((qmodel(x) - qmodel(x)).abs().min()) > 0.9
@@ -885,7 +885,7 @@ def test_observing_the_example_leaves_state_and_inputs_alone() -> None:
     qmodel = QuantModel(model, qconfig(), example_inputs=(x, given))
     torch.testing.assert_close(given, y, rtol=0, atol=0)
     torch.testing.assert_close(qmodel(x, y.clone()), model(x, y.clone()))
-    assert "gives another result" not in str(qmodel.coverage)
+    assert "returns another result" not in str(qmodel.coverage)
 
 
 class Remembers(nn.Module):

@@ -151,8 +151,8 @@ def test_json_and_table() -> None:
         ({"weight_bits": (0,)}, "allowed: whole numbers from 1 to 16"),
         ({"weight_bits": 4}, "give a list of numbers"),
         ({"weight_bits": ("4",)}, "candidate bits '4'"),
-        ({"loss": lambda *_: 1.0}, "it gave float; it must give the mean loss"),
-        ({"loss": lambda output, _: output.sum(1)}, "it gave a tensor of shape"),
+        ({"loss": lambda *_: 1.0}, "it returned float; it must return the mean loss"),
+        ({"loss": lambda output, _: output.sum(1)}, "it returned a tensor of shape"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -151,7 +151,7 @@ def _of_messages(messages: list[dict[str, str]], where: str, tokenizer: Any) -> 
         whole = _rendered(tokenizer, messages[: number + 1], where)
         if not front.startswith(done) or not whole.startswith(front) or whole == front:
             raise ConfigError(
-                f"{where}: the chat template does not write message {number} behind the messages in front of it, so "
+                f"{where}: the chat template does not write message {number} after the messages before it, so "
                 "that answer and question cannot be separated; give prompt and response, or one answer a sample"
             )
         pieces.append((_tokens(tokenizer, front[len(done) :], special=False), False))

@@ -158,6 +158,6 @@ def _check_embeddings(stage: PipelineStageModule, own: range, dtype: torch.dtype
         hook.remove()
     if not seen or not torch.equal(seen[0], hidden):
         raise ConfigError(
-            f"{type(model).__name__} changes its embeddings in front of the first block: it cannot be cut into stages; "
+            f"{type(model).__name__} changes its embeddings before the first block: it cannot be cut into stages; "
             "train it with data parallel processes"
         )

@@ -2,7 +2,7 @@
 
 Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (2019), section 4.1. A
 positively homogeneous function (`f(s x) = s f(x)` for `s > 0`) between two layers lets a channel be divided by `s`
-in front of it and multiplied behind it: `W2 f(W1 x + b) = (W2 S) f(S^-1 W1 x + S^-1 b)`.
+before it and multiplied after it: `W2 f(W1 x + b) = (W2 S) f(S^-1 W1 x + S^-1 b)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 def equalizing_scale(made: Tensor, read: Tensor) -> Tensor:
     """`s = sqrt(p1 / p2)` with `p = r / max r`: afterwards both sides use `sqrt(p1 p2)` of their range.
 
-    `made`, `read`: the largest weight `r` of each channel, in front and behind, `(channels,)`. This is equation 11 up
+    `made`, `read`: the largest weight `r` of each channel, before and after, `(channels,)`. This is equation 11 up
     to one factor for all channels, which the equation leaves open. Here it keeps both ranges as they are, so that
     channels which must keep their scale keep their size relative to the others. A channel that is zero on one side has
     nothing to equalize.
@@ -36,7 +36,7 @@ def precision(made: Tensor, read: Tensor) -> float:
 def absorbed_bias(lowest: Tensor) -> Tensor:
     """The part of each channel's values that is always present and can move to the next layer's bias (section 4.1.3).
 
-    `lowest`: the smallest value of each channel behind the activation, on data, `(channels,)`. The paper takes
+    `lowest`: the smallest value of each channel after the activation, on data, `(channels,)`. The paper takes
     `max(0, mean - 3 std)`, which changes the model's output for values below it; the smallest value does not.
     """
     return lowest.clamp_min(0)

@@ -98,7 +98,7 @@ def smooth(
     """Smooth the activations of a calibrated model, in place, on `data` (batches as for calibration, no labels).
 
     Channels are scaled between a norm, a linear layer or a convolution and all the layers that read them: norm to
-    q/k/v and to the first linear of an MLP, v to the projection behind attention, up to down. The float model's
+    q/k/v and to the first linear of an MLP, v to the projection after attention, up to down. The float model's
     function stays the same, which is checked on the data. Ranges are calibrated again, on the same data. Returns the
     result for each source of channels; unchanged sources have the reason.
 
