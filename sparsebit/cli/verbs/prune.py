@@ -127,8 +127,10 @@ def _widths(round_to: int, *, was_given: bool) -> str:
     """Which widths the smaller model has, and why."""
     if round_to == 1:
         return "widths of any number" + ("" if was_given else ": the budget cannot be kept with multiples of 16 or 8")
-    why = "" if was_given else ", which kernels like" + ("" if round_to == 16 else "; 16 cannot keep the budget")
-    return f"widths stay multiples of {round_to} where they were{why}"
+    if was_given:
+        return f"widths stay multiples of {round_to} where they were"
+    why = "which kernels like" + ("" if round_to == 16 else "; 16 cannot keep the budget")
+    return f"widths stay multiples of {round_to} where they were, {why}; --round-to 1 comes nearer to the budget"
 
 
 def _notes(smodel: SparseModel) -> list[str]:
