@@ -32,6 +32,7 @@ from sparsebit.sparse.budgets.group_ratios import (
 from sparsebit.sparse.budgets.latency_table import Clock
 from sparsebit.sparse.budgets.ratio_search import (
     CANDIDATES,
+    LEAST_USED,
     RatioChoice,
     RatioOptions,
     candidate_ratios,
@@ -241,7 +242,8 @@ class SparseModel(MaskedModule):
         those of the smaller model, counted.
 
         `round_to`: widths stay multiples of this where they were. If several are given, as `(16, 8, 1)`, the first that
-        can keep the budgets is used, and the choice names it. `calc_params` and `shrink` then round to it too.
+        keeps the budgets and uses at least three quarters of one is taken, and the choice names it. `calc_params` and
+        `shrink` then round to it too.
 
         `latency`: the time of one sample in ONNX Runtime on this machine, with `num_threads`, as a share of the dense
         float file's. Layers are timed at several widths; the smaller model is exported and timed, and chosen anew until
@@ -267,7 +269,7 @@ class SparseModel(MaskedModule):
         for width in coarser:
             with contextlib.suppress(BudgetError):
                 choice = choice_of(width)
-                if choice.is_in_time:
+                if choice.is_in_time and choice.used(budgets) >= LEAST_USED:
                     break
             choice = None
         choice = choice or choice_of(finest)

@@ -91,7 +91,7 @@ def _masked(
     first: FirstBatch | None,
     out: Output,
 ) -> tuple[RatioChoice | None, float | None]:
-    """Choose and mask, and fit what remains; gives the choice, and the SQNR before the fit."""
+    """Choose and mask, and fit what remains; returns the choice, and the SQNR before the fit."""
     if smodel.config.SPARSER.is_of_blocks:
         out.remark(f"found {len(smodel.blocks.blocks)} residual blocks that can be removed")
     else:
@@ -125,12 +125,12 @@ def _check(asked: PruneOptions, limits: dict[str, float]) -> None:
 
 def _widths(round_to: int, *, was_given: bool) -> str:
     """Which widths the smaller model has, and why."""
-    if round_to == 1:
-        return "widths of any number" + ("" if was_given else ": the budget cannot be kept with multiples of 16 or 8")
+    coarser = {16: "", 8: "16", 1: "16 or 8"}.get(round_to, "")
+    why = f": with multiples of {coarser} the budget is missed, or much of it unused" if coarser else ""
+    widths = "widths of any number" if round_to == 1 else f"widths stay multiples of {round_to} where they were"
     if was_given:
-        return f"widths stay multiples of {round_to} where they were"
-    why = "which kernels like" + ("" if round_to == 16 else "; 16 cannot keep the budget")
-    return f"widths stay multiples of {round_to} where they were, {why}; --round-to 1 comes nearer to the budget"
+        return widths
+    return widths + ("" if round_to == 1 else ", which kernels like") + why
 
 
 def _notes(smodel: SparseModel) -> list[str]:

@@ -88,7 +88,7 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
 
 
 class _Made(NamedTuple):
-    """What the verb has made and measured."""
+    """The results of the verb."""
 
     subject: Subject | None
     done: Calibrated

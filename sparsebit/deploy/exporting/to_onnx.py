@@ -41,7 +41,7 @@ _OPSET = 21
 
 @dataclasses.dataclass(frozen=True)
 class OnnxOptions:
-    """What `torch.onnx.export` takes by the same names. `opset_version`: None is the usual one."""
+    """Arguments of `torch.onnx.export`, under the same names. `opset_version`: None is the usual one."""
 
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None

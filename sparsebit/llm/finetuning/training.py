@@ -159,7 +159,7 @@ def _run(
 
 
 def _train(run: TrainingLoop, partial: Path, save_every: int, rank: Rank) -> int:
-    """All steps that are left; gives how many an interrupted run had done."""
+    """All steps that are left; returns how many an interrupted run had done."""
     num_resumed = run.resume(partial)
     with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
         for step in track(range(num_resumed, run.num_steps), "fine-tuning"):

@@ -100,7 +100,7 @@ def _check_call(function: Callable[..., Any], options: type[Section], given: Map
         raise ConfigError(f"{function.__name__}(): {'; '.join(told)}")
 
 
-_MENTION = re.compile(r"(?:^|(?<=\s))`(\w+)`: ")
+_MENTION = re.compile(r"(?:^|(?<=\s))`(\w+)`:\s")
 
 
 def _explained(docstring: str) -> dict[str, str]:

@@ -33,11 +33,11 @@ from sparsebit.quantization.quant_config import require_device
 
 @dataclass
 class Blueprint:
-    """What a quantized model is built from, and built again for a call of another form.
+    """The origin of a quantized model: it is built from these, and built again for a call of another form.
 
     `original`: the float model, which nothing changes. `policy`: which modules run their own code; building adds those
-    whose graphs cannot be made ready. `plan`: a given one, in the place of the backend's rules. `saved_structure`: that
-    of a saved model, which the first graph has to have.
+    whose graphs cannot be prepared. `plan`: a given plan, used instead of the backend's rules. `saved_structure`: the
+    structure of a saved model, which the first graph must have.
     """
 
     original: nn.Module
@@ -69,7 +69,7 @@ class Blueprint:
 
 @dataclass
 class Built:
-    """What came of a blueprint. `structure`: what a saving writes, to compare it when it is loaded.
+    """The result of building. `structure`: written by `save`, and compared when the folder is loaded.
 
     `example`: the call that it was captured with, tensors on the meta device. `folded_layers`, `inserted_factors`: what
     batch-norm tuning and smoothing changed in the graphs since.
@@ -88,7 +88,7 @@ class Built:
 
     @property
     def model(self) -> nn.Module:
-        """What runs: the root's graph, or the model's own code around the graphs inside it."""
+        """The module that runs: the graph of the whole model, or the model's own code around the graphs inside it."""
         whole = self.captured.model
         return whole.graph_module if isinstance(whole, Region) else whole
 
@@ -140,7 +140,7 @@ def _captured(blueprint: Blueprint, example: Call | None, form: CallForm | None)
 
 
 def leaf_policy(config: QuantConfig, **cuts: Mapping[str, str]) -> LeafPolicy:
-    """Which modules are no part of a graph. `cuts`: `own_code` and `untouched`, as the policy has them."""
+    """Which modules are left out of graphs. `cuts`: the `own_code` and `untouched` of the policy."""
     return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
 
 

@@ -211,7 +211,7 @@ def _tell_without_scores(scores: Sensitivity) -> None:
 
 @dataclass(frozen=True)
 class _Program:
-    """What the integer programs of all wishes have in common."""
+    """The parts that the integer programs of all wishes share."""
 
     facts: SearchedSites
     scores: Sensitivity

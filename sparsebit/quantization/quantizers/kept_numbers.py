@@ -1,6 +1,6 @@
 """`KeptNumbers`: the switches of a quantizer, and how they and its numbers get into a state_dict.
 
-What a state_dict brings back is checked: the format of the numbers, and whether the backend has them.
+The numbers of a loaded state_dict are checked: their format, and whether the backend has them.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ BUDGETS = ("macs", "bytes", LATENCY)
 CANDIDATES = (0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75)
 KERNEL_WIDTHS = (16, 8, 1)  # float kernels work in blocks of 16 channels (8 without AVX-512)
 COST_SAMPLES = 32  # a cost is an error relative to the output; more samples change it little, and take their time
+LEAST_USED = 0.75  # of a budget: with coarse widths a net of few channels may lose far more than is asked
 _MOST_TRIES, _MOST_PROGRAMS = 5, 12  # limits on smaller models that are timed, and on solved programs
 
 
@@ -61,6 +62,17 @@ class RatioChoice:
     def is_in_time(self) -> bool:
         """Whether a latency budget was kept, within the accuracy of the measurement."""
         return self.latency is None or self.latency.is_near or self.latency.ratio <= self.latency.asked
+
+    def used(self, budgets: Mapping[str, float]) -> float:
+        """How much of the tightest budget the smaller model takes: 1 is all of it."""
+        shares = [
+            getattr(self.after, name) / (limit if limit > 1 else limit * getattr(self.before, name))
+            for name, limit in budgets.items()
+            if name != LATENCY
+        ]
+        if self.latency is not None:
+            shares.append(self.latency.ratio / self.latency.asked)
+        return float(max(shares))
 
     def __str__(self) -> str:
         lines = [] if self.latency is None else [str(self.latency)]

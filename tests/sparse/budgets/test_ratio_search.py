@@ -101,8 +101,8 @@ class Wide(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("macs", "round_to"), [(0.7, 16), (0.15, 8), (0.11, 1)])
-def test_the_coarsest_widths_that_keep_the_budget_are_taken(macs: float, round_to: int) -> None:
+@pytest.mark.parametrize(("macs", "round_to"), [(0.7, 16), (0.3, 8), (0.15, 8), (0.11, 1)])
+def test_the_coarsest_widths_that_keep_and_use_the_budget_are_taken(macs: float, round_to: int) -> None:
     torch.manual_seed(0)
     model, batch = Wide().eval(), torch.randn(32, 6)
     smodel = smodel_of(model, batch)

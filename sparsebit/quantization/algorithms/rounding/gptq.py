@@ -141,7 +141,7 @@ def gptq(
 
 
 class _Run:
-    """What the visits of one run found: each layer's gain, why others stay, and which have few rows of data."""
+    """The results of the visits of one run: each layer's gain, why others stay, and which have few rows of data."""
 
     def __init__(self, qmodel: QuantModel, options: _Options) -> None:
         self.options, self.float_parameters = options, qmodel.float_parameters
