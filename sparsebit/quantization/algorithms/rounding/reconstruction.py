@@ -194,7 +194,7 @@ def reconstruct(
 
 
 class _Run:
-    """The results of the visits of one run: the gain of each block, blocks with nothing to learn, and why weights stay."""
+    """The results of the visits of one run: each block's gain, blocks with nothing to learn, and why weights stay."""
 
     def __init__(self, qmodel: QuantModel, options: _Options, sensitivity: OutputSensitivity | None) -> None:
         self.options, self.sensitivity, self.float_parameters = options, sensitivity, qmodel.float_parameters
