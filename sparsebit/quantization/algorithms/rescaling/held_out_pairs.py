@@ -2,7 +2,8 @@
 
 Scaled channels fit the ranges of the samples that were seen. With few samples, others exceed these ranges. So some
 samples are held out; for each choice of pairs the model is calibrated on the others and judged on them. With fewer than
-32 samples, each is held out once, in up to 4 folds, because a handful of samples would decide by chance.
+32 samples, each is held out once, in up to 4 folds, because a handful of samples would decide by chance. With fewer
+than 8, a change has to lower the error clearly, and the user is warned that the judgement may be wrong.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ REVERTED = "it raises the quantization error on held-out samples: reverted"
 _HOLD_OUT, _ENOUGH, _NUM_FOLDS = HoldOut(1 / 8), 32, 4
 _MOST_TRIALS = 7  # calibrations: all pairs, then halves and quarters
 _NOISE = 1.02  # a difference of 0.1 dB on a few samples is noise
+_FEW, _CLEAR = 8, 0.8  # with fewer samples, only a clear gain counts
 
 
 class HeldOutJudge:
@@ -41,7 +43,7 @@ class HeldOutJudge:
         self._first_noise = 0.0
 
         samples = find_samples(len(batches), batches.get, self._answer)
-        fewest = min(gather(len(samples)))  # every process needs the same number of calibrations
+        self.num_samples = fewest = min(gather(len(samples)))  # all processes need the same number of calibrations
         if fewest >= _ENOUGH:
             self.splits: tuple[Split, ...] = (samples.split(_HOLD_OUT),)
         elif fewest > 1:
@@ -76,6 +78,13 @@ class HeldOutJudge:
         change([])
         if not pairs:
             return []
+        limit = _NOISE if self.num_samples >= _FEW else _CLEAR
+        if self.num_samples < _FEW:
+            log.warning(
+                "%s: %d calibration samples are too few to judge on held-out ones: the quantized model may be worse on "
+                "other data than without %s; give at least %d samples, better %d",
+                *(verb, self.num_samples, verb, _FEW, _ENOUGH),
+            )
         targets = [[self._outputs(piece) for piece in split.held] for split in self.splits]
         start = best = self._error(targets, asym)
         first = self._first_noise
@@ -87,7 +96,7 @@ class HeldOutJudge:
             part = waiting.pop(0)
             change([*found, *part])
             error = self._error(targets, asym)
-            if error <= best * _NOISE and self._first_noise <= first * _NOISE:
+            if error <= best * limit and self._first_noise <= first * limit:
                 found, best, first = [*found, *part], min(error, best), min(self._first_noise, first)
                 continue
             worst = max(worst, error)

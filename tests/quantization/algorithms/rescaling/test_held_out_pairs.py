@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -91,3 +92,19 @@ def test_few_samples_are_all_held_out_once() -> None:
         for row in piece.rows or range((4, 2)[piece.batch])
     ]
     assert len(splits) == 4 and sorted(held) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("num_samples", "is_kept"), [(7, False), (8, True)])
+def test_with_a_handful_of_samples_only_a_clear_gain_counts(
+    name: str, num_samples: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = mlp(0), torch.randn(num_samples, 16)
+    qmodel = calibrated(model, [x])
+    errors = (0.95**step for step in itertools.count())
+    monkeypatch.setattr(held_out_pairs.HeldOutJudge, "_error", lambda *args: next(errors))
+    found = ALGORITHMS[name](qmodel, [x])
+    if name == "equalize" or not is_kept:  # smoothing finds nothing to scale here
+        assert any(result.num_scaled > 0 for result in found.values()) == is_kept
+    told = f"{name}: 7 calibration samples are too few to judge on held-out ones"
+    assert (told in caplog.text) != is_kept
