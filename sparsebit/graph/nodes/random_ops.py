@@ -1,4 +1,4 @@
-"""Which functions and modules may draw random numbers, by torch's own schemas.
+"""Which functions and modules may draw random numbers, by torch's own schemas; which read the layout of memory.
 
 A draw is a side effect even if its result is not read: it changes the random numbers that follow.
 """
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+_LAYOUT = frozenset(("is_contiguous", "stride", "as_strided"))
+
 
 def may_draw(function: Any) -> bool:
     """Whether a call of a function, or of a tensor's method (by name), may draw random numbers."""
     name = str(getattr(function, "__name__", function))
-    return name in _drawing() or (isinstance(function, types.FunctionType) and _draws_inside(function))
+    return name in _drawing() or (isinstance(function, types.FunctionType) and _reaches(function, _drawing()))
 
 
 def module_may_draw(module: nn.Module) -> bool:
@@ -30,13 +32,21 @@ def module_may_draw(module: nn.Module) -> bool:
 @lru_cache(maxsize=4096)
 def class_may_draw(kind: Any) -> bool:
     """Whether code of a module's class, but for what initializes weights, may draw random numbers."""
+    return may_draw(_forward_of(kind)) or any(map(may_draw, _own_functions(kind)))
+
+
+@lru_cache(maxsize=4096)
+def class_reads_layout(kind: Any) -> bool:
+    """Whether code of a module's class may ask how a tensor lies in memory (`x.is_contiguous()`)."""
+    return any(_reaches(function, _LAYOUT) for function in _own_functions(kind))
+
+
+def _own_functions(kind: Any) -> Iterator[types.FunctionType]:
+    """The methods that a class has from outside torch, but for those that initialize weights."""
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
-    members = ((name, member) for base in own for name, member in vars(base).items())
-    return may_draw(_forward_of(kind)) or any(
-        may_draw(member)
-        for name, member in members
-        if isinstance(member, types.FunctionType) and "init" not in name and "reset" not in name
-    )
+    for name, member in ((name, member) for base in own for name, member in vars(base).items()):
+        if isinstance(member, types.FunctionType) and "init" not in name and "reset" not in name:
+            yield member
 
 
 def _forward_of(kind: Any) -> Any:
@@ -57,11 +67,11 @@ def _is_seeded(name: str, overload: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _draws_inside(function: types.FunctionType) -> bool:
-    """Whether the function's code, or code that it calls by name, names an op that draws."""
+def _reaches(function: types.FunctionType, ops: frozenset[str]) -> bool:
+    """Whether the function's code, or code that it calls by name, names one of these ops."""
     waiting, seen = [function], {function}
     for one in waiting:
-        if not _drawing().isdisjoint(_names(one.__code__)):
+        if not ops.isdisjoint(_names(one.__code__)):
             return True
         for other in _called(one):
             if other not in seen:

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.nodes.example import UNKNOWN, value_of
-from sparsebit.graph.nodes.random_ops import class_may_draw
+from sparsebit.graph.nodes.random_ops import class_may_draw, class_reads_layout
 
 
 def decompose(model: nn.Module) -> nn.Module:
     """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    # Random ops draw in the order of memory: if the model has some, outputs get the memory layout of torch's own.
+    # Random ops draw in the order of memory, and code may branch on it: outputs then get the layout of torch's own.
     kinds: list[Any] = [type(module) for module in model.modules() if not isinstance(module, nn.MultiheadAttention)]
-    draws = any(map(class_may_draw, kinds))
+    keeps_layout = any(class_may_draw(kind) or class_reads_layout(kind) for kind in kinds)
     plain = {
-        module: PlainMultiheadAttention(module, keeps_layout=draws)
+        module: PlainMultiheadAttention(module, keeps_layout=keeps_layout)
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention) and _is_decomposable(module, held)
     }
@@ -57,6 +57,8 @@ class PlainMultiheadAttention(nn.Module):
         """`keeps_layout`: the output has the memory layout of the original's."""
         super().__init__()
         self.keeps_layout = keeps_layout
+        # Torch's fused kernel for inference takes these alone.
+        self.may_fuse = may_fuse(original) and original.num_heads % 2 == 0
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
         self.heads_dim = self.num_heads * self.head_dim  # less than embed_dim where heads were pruned
         self.batch_first, self.dropout = original.batch_first, original.dropout
@@ -82,6 +84,7 @@ class PlainMultiheadAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as the original
         unbatched = _rank(query, 3) == 2
+        is_fused = self.may_fuse and not unbatched and query is key and key is value
         per_head = attn_mask is not None and _rank(attn_mask, 2) == 3
         if unbatched:
             axis = 0 if self.batch_first else 1
@@ -106,7 +109,7 @@ class PlainMultiheadAttention(nn.Module):
         heads = torch.matmul(weights, v)
         if self.batch_first:
             output = self.out_proj(heads.transpose(1, 2).reshape(batch, queries, self.heads_dim))
-            output = _laid_out(output, self.training) if self.keeps_layout else output
+            output = _laid_out(output, is_fused, self.training) if self.keeps_layout else output
         else:
             output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(queries, batch, self.heads_dim))
         if unbatched:
@@ -126,22 +129,28 @@ def _copies(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(copies[id(tensor)] for tensor in tensors)
 
 
-def _laid_out(output: Tensor, is_training: bool) -> Tensor:
+def _laid_out(output: Tensor, is_fused: bool, is_training: bool) -> Tensor:
     """`attention_layout` at run time."""
     if isinstance(output, fx.Proxy):
-        laid: Tensor = output.tracer.create_proxy("call_function", attention_layout, (output, is_training), {})
+        arguments = (output, is_fused, is_training)
+        laid: Tensor = output.tracer.create_proxy("call_function", attention_layout, arguments, {})
         return laid
-    return attention_layout(output, is_training)
+    return attention_layout(output, is_fused, is_training)
 
 
-def attention_layout(output: Tensor, is_training: bool) -> Tensor:
-    """The same values, in memory as (L, N, E) where torch computes them so: not in its fused kernel for inference.
+def attention_layout(output: Tensor, is_fused: bool, is_training: bool) -> Tensor:
+    """The same values, in memory as (N, L, E) where torch's fused kernel computes them, otherwise as (L, N, E).
 
     output (N, L, E)
     """
-    if is_training or (torch.is_grad_enabled() and output.requires_grad):
-        return output.transpose(0, 1).contiguous().transpose(0, 1)
-    return output
+    if is_fused and not is_training and not (torch.is_grad_enabled() and output.requires_grad):
+        return output.contiguous()
+    return output.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def may_fuse(module: nn.MultiheadAttention) -> bool:
+    """Whether torch's fused kernel may compute this attention, where it has an even number of heads."""
+    return module.batch_first and module.in_proj_weight is not None and module.in_proj_bias is not None
 
 
 class PlainTransformerEncoder(nn.TransformerEncoder):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.graph.passes.decompose import PlainTransformerEncoder
+from sparsebit.graph.passes.decompose import PlainTransformerEncoder, attention_layout, may_fuse
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
@@ -38,6 +38,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as the original
         is_batched = query.dim() == 3
+        is_fused = may_fuse(self) and query is key and key is value
         padding = F._canonical_mask(
             mask=key_padding_mask,
             mask_name="key_padding_mask",
@@ -83,7 +84,9 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
             weights = weights if is_batched else weights.squeeze(0)
         if not is_batched:
             return output.squeeze(1), weights
-        return output.transpose(0, 1) if self.batch_first else output, weights
+        if self.batch_first:
+            output = attention_layout(output.transpose(0, 1), is_fused, self.training)
+        return output, weights
 
     def _with_length_first(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> tuple[Tensor, ...]:
         """As (length, batch, width); what is one tensor stays one."""

@@ -183,6 +183,27 @@ def test_random_ops_behind_an_attention_draw_as_behind_torchs_own(batch_first: b
         torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(("heads", "is_self"), [(2, True), (2, False), (1, True)])
+def test_code_that_asks_for_the_layout_of_the_output(heads: int, is_self: bool, training: bool) -> None:
+    """Torch's fused kernel for inference returns another layout than its ordinary code."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, heads, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.attention(x, x, x if is_self else x * 1, need_weights=False)[0]
+            return y * 2 if y.is_contiguous() else y
+
+    model, x = Asks().train(training), torch.randn(3, 4, 8)
+    captured = capture(model, example=((x,), {})).model
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(captured(x), model(x))
+
+
 @pytest.mark.parametrize("is_self", [True, False])
 def test_inputs_may_be_written_before_the_backward(is_self: bool) -> None:
     module = attention(batch_first=True)
