@@ -24,6 +24,7 @@ from sparsebit.sparse.channels.labels import FIXED, LabelSets
 from sparsebit.sparse.channels.trace import ModulePaths, Trace, TracedCall, outputs_of, watch
 from sparsebit.sparse.channels.wide_groups import WideGroups
 from sparsebit.sparse.proof.scenes import Scene
+from sparsebit.sparse.proof.width_numbers import NumbersOfSizes
 from sparsebit.sparse.shrinking.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
 
 TOLERANCE = 1e-5
@@ -169,11 +170,12 @@ class Bench:
         self, scene: Scene, dead: Sequence[Unit], rules: Sequence[SizeRule], number: int = 0
     ) -> Failure | None:
         """None if the outputs of the shrunk model equal those of the masked one in a scene."""
-        masked = scene.outputs(self.masked(dead))
-        shrunk = self.shrunk(dead, rules)
+        masked_model, shrunk = self.masked(dead), self.shrunk(dead, rules)
+        with NumbersOfSizes(masked_model) as numbers:
+            masked = scene.outputs(masked_model)
         paths, where = ModulePaths(shrunk), ""
         try:
-            with paths.watched():
+            with paths.watched(), NumbersOfSizes(shrunk) as smaller:
                 found = scene.outputs(shrunk)
         except Exception as error:
             where, problem = (
@@ -181,29 +183,32 @@ class Bench:
                 f"{paths.failed_in or 'the model'} fails at the smaller size: {_told(error)}",
             )
         else:
-            if _agrees_in(scene, masked, found, positions_of(dead)):
+            place = smaller.differs_from(numbers)
+            if _agrees_in(scene, masked, found, positions_of(dead)) and place is None:
                 return None
-            problem = "the model gives other values without them"
+            problem = "the model gives other values without them" if place is None else _computing_with(place)
         position = len(computing(self.steps)) + 1 + number
         return Failure((position, 0), where, f"{scene.name} {problem}", frozenset(), scene=scene)
 
     def _compare_on_example(self, dead: Sequence[Unit], rules: Sequence[SizeRule]) -> Failure | None:
         gone = {unit.label for unit in dead}
-        run = watch(self.shrunk(dead, rules), self.call)
+        masked, shrunk = self.masked(dead), self.shrunk(dead, rules)
+        with NumbersOfSizes(shrunk) as smaller:
+            run = watch(shrunk, self.call)
         if not gone.isdisjoint(self.wide.reasons):  # these layers run other operators than the masked ones
             problem = _told(run.error) if run.error else "the outputs of the model differ"
-            is_same = run.error is None and self._is_masked(dead, run.outputs)
+            is_same = run.error is None and _agrees(outputs_of(masked, self.call), run.outputs, self.dense_outputs)
             return None if is_same else Failure((0, 0), run.failed_in or "", problem, frozenset(gone))
         if failure := self._first_difference(run, gone):
             return failure
-        if self._is_masked(dead, run.outputs):
+        with NumbersOfSizes(masked) as numbers:
+            is_masked = _agrees(outputs_of(masked, self.call), run.outputs, self.dense_outputs)
+        place = smaller.differs_from(numbers)
+        if is_masked and place is None:
             return None
-        text = "the outputs of the model differ without them"
+        text = "the outputs of the model differ without them" if place is None else _computing_with(place)
         wrong = self.first_wrong_value(dead, rules)
         return wrong or Failure((len(computing(self.steps)), 0), "", text, frozenset(gone))
-
-    def _is_masked(self, dead: Sequence[Unit], outputs: Sequence[Tensor]) -> bool:
-        return _agrees(outputs_of(self.masked(dead), self.call), outputs, self.dense_outputs)
 
     def _first_difference(self, run: Trace, gone: set[int]) -> Failure | None:
         expected, actual = computing(self.steps), computing(run.steps)
@@ -257,6 +262,10 @@ class Bench:
                 reason = f"{step.name} in {step.where or 'the model'} gives other values without them"
                 return self._failure(position, step.where, reason, [step])
         return None
+
+
+def _computing_with(place: str) -> str:
+    return f"the model computes with their number ({place})"
 
 
 def _told(error: BaseException) -> str:

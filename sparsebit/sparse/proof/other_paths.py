@@ -12,14 +12,12 @@ import contextlib
 import dis
 import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call
@@ -29,13 +27,11 @@ from sparsebit.sparse.channels.trace import axes_of, watch
 from sparsebit.sparse.proof.code_forks import ENTRY, FORK, Arm, Fork, ForkedFunction, definition_of, forked
 from sparsebit.sparse.proof.no_side_effects import writes
 from sparsebit.sparse.proof.scenes import Atom, Scene
+from sparsebit.sparse.proof.width_numbers import is_library
 from sparsebit.sparse.proof.width_reads import may_count, numbers_read, size_variables
 from sparsebit.sparse.shrinking.surgery import named_tensors
 
 _MOST_FORCED = 16  # branches; each is a few runs
-_OWN, _TORCH = os.path.abspath(__file__), os.path.abspath(str(torch.__file__))
-_OURS = (os.path.dirname(os.path.dirname(os.path.dirname(_OWN))) + os.sep, os.path.dirname(_TORCH) + os.sep)
-_STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _COUNTING_MODULES = (
     nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm,
     nn.CosineSimilarity, nn.PairwiseDistance, nn.GLU, nn.ChannelShuffle, nn.PixelShuffle, nn.Unflatten,
@@ -125,7 +121,7 @@ class _Search:
         self.codes: set[CodeType] = set()
         self.unread: set[str] = set()
         forwards = (one for one in self.methods if one is not None and one.__name__ == "forward")
-        self._add({one.__code__: one for one in forwards if not _is_ours(one.__code__.co_filename)})
+        self._add({one.__code__: one for one in forwards if not is_library(one.__code__.co_filename)})
         self.taken: set[Arm] = set()
         self.called: set[str] = set()
         self.asked: set[tuple[int, int]] = set()
@@ -294,12 +290,6 @@ def _has_branches(code: CodeType) -> bool:
     return any("JUMP" in one.opname and "IF" in one.opname for one in dis.get_instructions(code))
 
 
-def _is_ours(filename: str) -> bool:
-    """Whether code is torch's, Sparsebit's or Python's: its branches are not the user's."""
-    is_python = filename.startswith(_STDLIB) and not filename.startswith(_PACKAGES)
-    return filename.startswith(("<frozen", *_OURS)) or is_python
-
-
 @contextlib.contextmanager
 def _calls_to(called: dict[CodeType, FunctionType | None]) -> Iterator[None]:
     """Collect the functions that are called, by their code; none while another profiler runs."""
@@ -309,7 +299,7 @@ def _calls_to(called: dict[CodeType, FunctionType | None]) -> Iterator[None]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code not in called and not _is_ours(code.co_filename) and FORK not in code.co_names:
+        if event == "call" and code not in called and not is_library(code.co_filename) and FORK not in code.co_names:
             called[code] = _function_of(frame)
 
     sys.setprofile(note)

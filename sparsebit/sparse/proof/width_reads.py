@@ -29,7 +29,7 @@ _COUNTING = frozenset((
 _OPAQUE = frozenset(("group_norm", "instance_norm", "local_response_norm", "cosine_similarity", "einsum"))
 _OF_NUMBERS = frozenset(("int", "float", "sqrt", "max", "min", "len", "size", "numel", "pow", "log", "log2", "abs"))
 # Functions that take sizes as sizes: the result has as many elements as are given.
-_SIZING = frozenset((
+SIZING = frozenset((
     "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "chunk", "zeros", "ones", "empty",
     "full", "new_zeros", "new_ones", "new_empty", "new_full", "arange", "range", "narrow", "rand", "randn", "unfold",
     "view_as", "expand_as", "broadcast_to", "print", "format", "pad", "warn", "len", "isinstance",
@@ -85,7 +85,7 @@ def _counts(node: ast.AST, sizes: Collection[str], functions: Collection[str]) -
 
 def _is_plain(name: str) -> bool:
     """Whether a function of Python or torch has nothing to do with the values of a tensor."""
-    return name in _SIZING or (hasattr(builtins, name) and name != "eval") or hasattr(torch, name)
+    return name in SIZING or (hasattr(builtins, name) and name != "eval") or hasattr(torch, name)
 
 
 def _is_part(index: ast.expr) -> bool:
@@ -199,7 +199,7 @@ def _is_number(node: ast.AST, parents: dict[ast.AST, ast.AST], names: dict[str, 
         if isinstance(above, ast.Subscript) and node is above.slice:
             return False
         if isinstance(above, ast.Call) and node is not above.func:
-            if _called(above) in _SIZING:
+            if _called(above) in SIZING:
                 return False
             is_used = True
         is_used = is_used or isinstance(above, ast.BinOp)
