@@ -30,10 +30,12 @@ _TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 _READS: tuple[Any, ...] = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
-# With these a size selects or moves elements.
+# With these a size selects or moves elements, or is a number of groups.
 _MOVING = frozenset((
     "__getitem__", "select", "index_select", "roll", "tensor_split", "as_strided", "unflatten", "eye", "randperm",
-    "empty_strided", "group_norm", "layer_norm", "rms_norm", "pixel_shuffle", "channel_shuffle", "set_",
+    "empty_strided", "group_norm", "layer_norm", "rms_norm", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "fold", "interpolate",
+    "multi_head_attention_forward",
 ))  # fmt: skip
 
 
@@ -61,19 +63,19 @@ class NumbersOfSizes(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        name, frame = function.__name__, sys._getframe(1)
+        while frame.f_back and frame.f_code.co_name in (name, "handle_torch_function", "wrapped"):
+            frame = frame.f_back  # of functions of torch that are written in Python
+        if is_library(frame.f_code.co_filename):
+            return result
         if function in _READS:
-            frame = sys._getframe(1)
-            while function is Tensor.__len__ and frame.f_code.co_filename.startswith(_TORCH) and frame.f_back:
-                frame = frame.f_back  # `len(x)` is code of torch, which calls the mode
-            if not is_library(frame.f_code.co_filename):
-                marked = self._marked(result)
-                if function is Tensor.__len__:
-                    marked.note(frame)  # Python makes a plain number of it
-                return marked
-        elif function.__name__ not in SIZING and function.__name__ not in _MOVING:
-            given = args[2:] if function.__name__ == "__setitem__" else (args, kwargs)
-            for size in _sizes_in(given):
-                size.note()
+            marked = self._marked(result)
+            if function is Tensor.__len__:
+                marked.note(frame)  # Python makes a plain number of it
+            return marked
+        if name not in SIZING and name not in _MOVING:
+            for size in _sizes_in(args[2:] if name == "__setitem__" else (args, kwargs)):
+                size.note(frame)
         return result
 
     def _marked(self, result: Any) -> Any:
@@ -82,9 +84,14 @@ class NumbersOfSizes(TorchFunctionMode):
         return torch.Size([_Size.of(size, self) for size in result])
 
     def differs_from(self, other: NumbersOfSizes) -> str | None:
-        """The first line of code that computed with other numbers in the other run; None if all are equal."""
-        places = {**self.found, **other.found}
-        return next((place for place in places if self.found.get(place) != other.found.get(place)), None)
+        """The first line of code that computed with other numbers in the other run; None if there is none.
+
+        A line may run in one of them alone: layers whose weights are computed become plain ones.
+        """
+        both = self.found.keys() & other.found.keys()
+        return next(
+            (place for place in self.found if place in both and set(self.found[place]) != set(other.found[place])), None
+        )
 
 
 def _sizes_in(value: Any) -> Iterator[_Size]:
@@ -95,13 +102,6 @@ def _sizes_in(value: Any) -> Iterator[_Size]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _sizes_in(item)
-
-
-def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
 
 
 class _Size(int):
@@ -115,24 +115,32 @@ class _Size(int):
         size.origin = origin
         return size
 
-    def note(self, frame: FrameType | None = None) -> list[int]:
-        """Note that the size is used as a number, and return the notes of that line."""
-        frame = frame or _user_frame()
-        place = "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    def note(self, frame: FrameType) -> list[int]:
+        """Note that the user's code uses the size as a number, and return the notes of that line."""
+        if is_library(frame.f_code.co_filename):
+            return []
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         notes = self.origin.found.setdefault(place, [])
         notes.append(int.__int__(self))
         return notes
 
     def __float__(self) -> float:
-        self.note()
+        self.note(sys._getframe(1))
         return int.__float__(self)
 
     def __array_ufunc__(self, function: Any, method: str, *given: Any, **options: Any) -> Any:
-        self.note()
+        self.note(sys._getframe(1))
         plain = [int.__int__(one) if isinstance(one, _Size) else one for one in given]
         return getattr(function, method)(*plain, **options)
 
-    __hash__ = int.__hash__
+    def __hash__(self) -> int:
+        """A table may hold another value for each size."""
+        self._note_choice(sys._getframe(1))
+        return int.__hash__(self)
+
+    def _note_choice(self, frame: FrameType) -> None:
+        if frame.f_lasti not in _conditions(frame.f_code):
+            self.note(frame)
 
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
@@ -174,10 +182,10 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if isinstance(result, int) and "pow" not in name:
             return _Size.of(result, self.origin)
         if not isinstance(result, float):
-            self.note()
+            self.note(sys._getframe(1))
             return result
         fraction = _Fraction(result)
-        fraction.notes = self.note()
+        fraction.notes = self.note(sys._getframe(1))
         return fraction
 
     return compute
@@ -185,9 +193,7 @@ def _arithmetic(name: str) -> Callable[..., Any]:
 
 def _comparison(name: str) -> Callable[[_Size, Any], Any]:
     def compare(self: _Size, other: Any) -> Any:
-        frame = sys._getframe(1)
-        if not is_library(frame.f_code.co_filename) and frame.f_lasti not in _conditions(frame.f_code):
-            self.note(frame)
+        self._note_choice(sys._getframe(1))
         return getattr(int, name)(self, other)
 
     return compare
