@@ -1,9 +1,9 @@
 """Small faults in the code, one at a time, and whether the tests notice: `python scripts/mutation.py --sample 80`.
 
 A mutant is the project with one operator, number, condition or boolean changed, in a copy of the working tree. It runs
-against the mirrored test file, or those of its neighbours. The sample is fixed by `--seed`. With
-`--log FILE` a run can be stopped and resumed; each line is one mutant. What survives is a missing test, or a change
-that makes no difference.
+against the mirrored test file, or those of its neighbours. The sample is fixed by `--seed`. `--workers` run at the same
+time, each with a copy of its own. With `--log FILE` a run can be stopped and resumed; each line is one mutant. What
+survives is a missing test, or a change that makes no difference.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,32 +178,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutation.py", description=__doc__)
     parser.add_argument("--sample", type=int, default=80, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of one mutant")
     parser.add_argument("--log", type=Path, help="a file of results, to which a later run adds")
     options = parser.parse_args()
     done = _known(options.log)
-    counts = {"killed": 0, "survived": 0, "timeout": 0}
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        tree = Path(folder)
-        for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
-        sound: set[str] = set()
-        for mutant in sample(options.sample, options.seed):
-            if mutant not in done and mutant.file not in sound:
-                if not passes(tests_of(mutant.file), tree, options.timeout):
-                    _say(f"{' '.join(tests_of(mutant.file))}: fail without a mutant; fix them first")
-                    return 2
-                sound.add(mutant.file)
-            result = done.get(mutant) or run(mutant, tree, options.timeout)
+    mutants = sample(options.sample, options.seed)
+    waiting = [mutant for mutant in mutants if mutant not in done]
+    counts = Counter(done[mutant] for mutant in mutants if mutant in done)
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder, ThreadPool(options.workers) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.workers):
+            trees.put(_copy_of_project(Path(folder) / str(number)))
+
+        def in_a_tree(work: Callable[[Path], Any]) -> Any:
+            tree = trees.get()
+            try:
+                return work(tree)
+            finally:
+                trees.put(tree)
+
+        tests = sorted({tuple(tests_of(mutant.file)) for mutant in waiting})
+        sound = pool.map(lambda one: in_a_tree(lambda tree: passes(list(one), tree, options.timeout)), tests)
+        failing = {one for one, is_sound in zip(tests, sound, strict=True) if not is_sound}
+        for one in sorted(failing):
+            _say(f"{' '.join(one)}: fail without a mutant; their mutants are left out")
+        waiting = [mutant for mutant in waiting if tuple(tests_of(mutant.file)) not in failing]
+
+        def result_of(mutant: Mutant) -> tuple[Mutant, str]:
+            return mutant, in_a_tree(lambda tree: run(mutant, tree, options.timeout))
+
+        for mutant, result in pool.imap_unordered(result_of, waiting):
             counts[result] += 1
-            if mutant not in done and options.log:
+            if options.log:
                 with options.log.open("a") as file:
                     file.write(json.dumps({**asdict(mutant), "result": result}) + "\n")
             if result == "survived":
                 _say(f"{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}")
-    _say(", ".join(f"{count} {name}" for name, count in counts.items()))
-    return 1 if counts["survived"] else 0
+    _say(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+    return 2 if failing else 1 if counts["survived"] else 0
+
+
+def _copy_of_project(tree: Path) -> Path:
+    for folder in ("sparsebit", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "pyproject.toml", tree / "pyproject.toml")
+    return tree
 
 
 def _known(log: Path | None) -> dict[Mutant, str]:
