@@ -18,8 +18,8 @@ for done in dev "$profile"; do # dev holds all that demo needs
 done
 
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-  echo "Sparsebit needs Python 3.10 or newer and '$python' is not: set PYTHON=/path/to/python" >&2
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "Sparsebit needs Python 3.11 or newer and '$python' is not: set PYTHON=/path/to/python" >&2
   exit 2
 }
 [ -x .venv/bin/pip ] || "$python" -m venv --clear .venv
