@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
-from sparsebit.graph.values.nested import tensors_of
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import is_move
 from sparsebit.sparse.channels.op_call import Call
+from sparsebit.sparse.channels.returned import returned_tensors
 from sparsebit.sparse.channels.rules import carry
 from sparsebit.sparse.channels.run_state import nested_tensors
 
@@ -242,8 +242,7 @@ def watch(
     try:
         with plain_operators(), paths.watched():
             with _Watch(paths, trace, sets, names or {}, options or {}, values):
-                result = model(*args, **kwargs)
-            trace.outputs = tensors_of(result)
+                trace.outputs = returned_tensors(model(*args, **kwargs))
             trace.used.update(*(sources_of(tensor, trace) for tensor in trace.outputs))
     except Exception as error:
         trace.error, trace.failed_in = error, paths.failed_in
@@ -267,7 +266,7 @@ def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
     """The model's outputs, by the same operators as in a run that is watched."""
     args, kwargs = cloned(call)
     with plain_operators():
-        return tensors_of(model(*args, **kwargs))
+        return returned_tensors(model(*args, **kwargs))
 
 
 @contextlib.contextmanager
