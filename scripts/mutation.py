@@ -166,7 +166,8 @@ def run(mutant: Mutant, tree: Path, timeout: float) -> str:
 
 
 def passes(tests: list[str], tree: Path, timeout: float) -> bool:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *tests], cwd=tree, env=environment, capture_output=True, timeout=timeout, check=False
