@@ -20,6 +20,7 @@ from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.deploy.onnx_graph.model_file import checked_path, staged, write
 from sparsebit.errors import BudgetError, CaptureError, ConfigError
 from sparsebit.execution.batches import as_call, batches_of, calls
+from sparsebit.graph.checking.usable_model import require_values
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.sparse.budgets.group_ratios import (
@@ -85,6 +86,7 @@ class SparseModel(MaskedModule):
     def __init__(self, model: nn.Module, config: Source | SparseConfig, example_inputs: Any = None) -> None:
         super().__init__()
         self.config = parse_sconfig(config)
+        require_values(model)
         self.model = copy_model(uncompiled(model)).to(self.config.DEVICE)
         self._folded = folded_layers(self.model, self.config)
         if self._folded:  # part of the plan, so that `load` repeats it on the original class

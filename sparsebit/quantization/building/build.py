@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.errors import CaptureError, CheckpointError, ConfigError, users_level
+from sparsebit.errors import CheckpointError, ConfigError, users_level
 from sparsebit.execution.batches import Call
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.checking.usable_model import require_values
 from sparsebit.graph.region import Region
 from sparsebit.graph.structure import Structure, difference, structure_of
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
@@ -61,7 +60,7 @@ class Blueprint:
         saved_structure: Structure | None = None,
     ) -> Blueprint:
         require_device(config)
-        _require_values(model)
+        require_values(model)
         original, policy = ordinary_model(uncompiled(model)), policy or leaf_policy(config)
         has_fitted = saved_structure is not None
         return cls(original, config, policy, plan, tuple(transforms), saved_structure, has_fitted)
@@ -151,28 +150,6 @@ def folds_batchnorm(config: QuantConfig) -> bool:
     if config.is_set("SCHEDULE.FUSE_BN"):
         return config.SCHEDULE.FUSE_BN
     return PROFILES[config.BACKEND].folds_batchnorm
-
-
-def _require_values(model: nn.Module) -> None:
-    """Raise if tensors of the model hold no values, or its forward returns none."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
-        raise CaptureError(
-            f"the model has lazy layers, whose weights are not there yet ({', '.join(unmade[:3])}); run it once, "
-            "model(x), before it is quantized"
-        )
-    if empty := [name for name, tensor in tensors if tensor.is_meta]:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        raise CaptureError(
-            f"the model is on the meta device, where tensors have shapes and no values ({', '.join(empty[:3])}{more}); "
-            "make it on a real device (without torch.device('meta') or init_empty_weights). For load() its weights do "
-            "not matter, but buffers that are not saved do"
-        )
-    if inspect.iscoroutinefunction(model.forward) or inspect.isasyncgenfunction(model.forward):
-        raise CaptureError(
-            f"{type(model).__name__}.forward is `async def`: a call returns a coroutine, not values; quantize a module "
-            "whose forward is a plain function"
-        )
 
 
 def _require_planned_sites(given: Plan, plan: Plan, blueprint: Blueprint) -> None:

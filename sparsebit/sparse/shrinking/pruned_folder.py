@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sparsebit.checksums import sha256_of
 from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange, flush, staging_folder
+from sparsebit.graph.checking.usable_model import require_values
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.interrupts import ignored_interrupts
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan, plan_of
@@ -87,6 +88,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
     It is not changed; the result is a smaller copy with the saved weights.
     """
+    require_values(model)
     path = Path(folder)
     description = _read(path / CHANNELS)
     try:
