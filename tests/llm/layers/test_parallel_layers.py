@@ -17,7 +17,7 @@ from sparsebit.llm.layers import cpu_probe
 from sparsebit.llm.layers.cpu_probe import CpuProbe
 from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, INT4PACK, LAYOUTS, Prepared
 from sparsebit.llm.layers.packed_weight import PackedWeight
-from sparsebit.llm.layers.parallel_layers import ParallelGroup, join_parallel_layers, separate_parallel_layers
+from sparsebit.llm.layers.quant_linear import ParallelGroup, join_parallel_layers, separate_parallel_layers
 from tests.llm.tiny_models import tiny_model
 
 WIDTH = 128
