@@ -87,19 +87,16 @@ def joined(device: torch.device | str) -> Iterator[Rank]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1 and wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    made = False
-    if num_processes > 1 and not dist.is_initialized():
+    made = num_processes > 1 and not dist.is_initialized()
+    if made:
         if not dist.is_available():
             raise ConfigError("torchrun with several processes: this torch has no torch.distributed")
         if wanted.type == "cuda":
             torch.cuda.set_device(wanted)
         dist.init_process_group("nccl" if wanted.type == "cuda" else "gloo")
-        made = True
+    is_grouped = dist.is_available() and dist.is_initialized()
     try:
-        if dist.is_available() and dist.is_initialized():
-            yield Rank(dist.get_rank(), dist.get_world_size(), wanted)
-        else:
-            yield Rank(0, 1, wanted)
+        yield Rank(dist.get_rank(), dist.get_world_size(), wanted) if is_grouped else Rank(0, 1, wanted)
     finally:
         if made:
             dist.destroy_process_group()

@@ -50,9 +50,7 @@ class LoadOptions:
         if self.single_device:
             wrong = "--adapter" if self.adapter else "--activations" if self.activations != "float32" else None
             if wrong is not None:
-                raise typer.BadParameter(
-                    f"not together with {wrong}: load the whole model", param_hint="--single-device"
-                )
+                raise typer.BadParameter(f"not together with {wrong}: load it whole", param_hint="--single-device")
             return load_streamed(folder, **how)
         loaded = load(folder, activations=self.activations, **how)
         return loaded if self.adapter is None else load_adapter(loaded, self.adapter).eval()

@@ -274,7 +274,7 @@ def _heldout_perplexities(model: Path, packed: Path, tokens: Tensor, how: RunOpt
     """Perplexities of both models; blocks are streamed, so that models larger than the memory are measured too."""
     from sparsebit.llm import load_streamed, perplexity
 
-    loading = {"device": how.device, "trust_remote_code": how.trust_remote_code}
+    loading: dict[str, Any] = {"device": how.device, "trust_remote_code": how.trust_remote_code}
     before, after = (
         perplexity(load_streamed(folder, **loading), tokens, batch_size=how.batch_size) for folder in (model, packed)
     )

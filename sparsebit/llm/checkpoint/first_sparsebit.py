@@ -53,7 +53,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     tensors: Any = found.get("model") if isinstance(found, dict) else None
     if not isinstance(tensors, dict) or not any(str(name).endswith(".qweight") for name in tensors):
         raise CheckpointError(f"{path} is not a checkpoint of the first Sparsebit: it has no packed layers in 'model'")
-    return {_today(str(name)): value for name, value in tensors.items() if isinstance(value, Tensor)}
+    today = functools.partial(functools.reduce, lambda found, names: found.replace(*names), _RENAMED)
+    return {today(str(name)): value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def read_layer(tensors: Mapping[str, Tensor], name: str, in_features: int, path: Path) -> PackedWeight:
@@ -79,7 +80,3 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, in_features: int, path:
         raise CheckpointError(f"{path}: layer {name} has {problem}")
     size = in_features // scales.shape[1]
     return PackedWeight(words.contiguous(), scales.contiguous(), zeros.to(torch.uint8), bits, size, in_features)
-
-
-def _today(name: str) -> str:
-    return functools.reduce(lambda found, names: found.replace(*names), _RENAMED, name)

@@ -45,11 +45,9 @@ def file_tensors(name: str, packed: PackedWeight, zeros: Tensor, dtype: torch.dt
 
 
 def zero_points(packed: PackedWeight) -> Tensor:
-    return (
-        torch.full_like(packed.scales, 1 << packed.bits - 1, dtype=torch.uint8)
-        if packed.zeros is None
-        else packed.zeros
-    )
+    if packed.zeros is not None:
+        return packed.zeros
+    return torch.full_like(packed.scales, 1 << packed.bits - 1, dtype=torch.uint8)
 
 
 def why_not(packed: PackedWeight, version: Version) -> str | None:

@@ -51,10 +51,6 @@ class PackedSource:
         tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
-    def float_layers(self) -> list[str]:
-        """The linear layers that are not packed, and the routers of experts."""
-        return float_layers(self.skeleton, self.formats)
-
     @torch.no_grad()
     def rewrite(
         self,
@@ -100,7 +96,8 @@ def _linear_names(skeleton: Skeleton) -> list[str]:
 
 def packed_source(skeleton: Skeleton) -> PackedSource:
     """The packed layers of the skeleton's folder, without any if it holds a float model."""
-    config, names = skeleton.folder.config.get("quantization_config"), _linear_names(skeleton)
+    config: Any = skeleton.folder.config.get("quantization_config")
+    names = _linear_names(skeleton)
     try:
         method = "compressed-tensors" if config is None else config.get("quant_method")
         if method == "compressed-tensors":

@@ -25,7 +25,7 @@ from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_conf
 from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_config
-from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source
+from sparsebit.llm.checkpoint.packed_source import PackedSource, float_layers, packed_source
 from sparsebit.llm.converting.genai_folder import builder_tensors, genai_package, run_builder, warn_of_tokens, why_not
 from sparsebit.llm.converting.load_check import LoadCheck, check_conversion, check_genai, check_gguf, need_reader
 from sparsebit.llm.converting.targets import COMPRESSED_TENSORS, GPTQ, vllm_reasons
@@ -204,7 +204,7 @@ def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | Non
 
 
 def _write(target: Path, source: PackedSource, kind: _Format) -> None:
-    config = {"quantization_config": kind.config(source.formats, source.float_layers())}
+    config = {"quantization_config": kind.config(source.formats, float_layers(source.skeleton, source.formats))}
     tensors = lambda layer: kind.tensors(source.file_name(layer), source.read(layer))  # noqa: E731
     source.rewrite(target, source.skeleton.folder.config | config, tensors)
 

@@ -96,7 +96,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
         ours = model(tokens, use_cache=False).logits
         problem = None if ours.isfinite().all() else "computes logits that are not finite"
     except (AttributeError, TypeError) as error:  # code that reads the weights of its layers directly
-        problem = f"does not run with packed layers ({error})"
+        ours, problem = torch.empty(0), f"does not run with packed layers ({error})"
     if problem is not None:
         raise DeploymentError(f"{type(model).__name__} {problem}; the folder is not kept")
     return _difference(theirs, ours, model, folder, tokens)

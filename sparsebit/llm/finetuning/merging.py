@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.folders import need_new, put_in_place, staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
-from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source
+from sparsebit.llm.checkpoint.packed_source import PackedSource, float_layers, packed_source
 from sparsebit.llm.converting.load_check import arbitrary_tokens
 from sparsebit.llm.finetuning.layers.packed_lora import load_adapter
 from sparsebit.llm.layers.packed_weight import PackedWeight
@@ -86,7 +86,7 @@ def merge(
     """
     target = Path(output)
     need_new(target)
-    refusals = {
+    refusals: dict[str, object] = {
         f"kind={kind!r}: allowed: {', '.join(KINDS)}": kind not in KINDS,
         f"max_loss={max_loss}: allowed: 0 or more; {MAX_LOSS} is a tenth of the update": not max_loss >= 0,
         f"calibration with kind={kind!r}: it is for kind {REQUANTIZED!r}": calibration and kind != REQUANTIZED,
@@ -185,10 +185,8 @@ def named_base(adapter: Path) -> Path:
 def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
     """By the name of its layer in the model, the module that computes the update of its weight."""
     assert len(adapted.active_adapters) == 1, "load_adapter has loaded one"
-    parts = dict(adapted.get_base_model().named_modules())
-    found = {
-        name: part for name, part in parts.items() if hasattr(part, "get_delta_weight") and hasattr(part, "lora_A")
-    }
+    parts = adapted.get_base_model().named_modules()
+    found = {name: part for name, part in parts if hasattr(part, "get_delta_weight") and hasattr(part, "lora_A")}
     tensors, _ = load_tensors(adapter / "adapter_model.safetensors")
     shared = Counter(skeleton.names[name] for name in skeleton.model.state_dict() if name in skeleton.names)
     known = {f"{name}.weight" for name in packed_source(skeleton).formats} | skeleton.names.keys()
@@ -244,7 +242,9 @@ def _write(
     """Shards as those of the source. `dtype`: None, if packed layers are packed again."""
     config = {key: value for key, value in skeleton.folder.config.items() if key != "quantization_config"}
     if dtype is None:
-        config["quantization_config"] = compressed_tensors.make_config(files.formats, files.float_layers())
+        config["quantization_config"] = compressed_tensors.make_config(
+            files.formats, float_layers(skeleton, files.formats)
+        )
     else:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

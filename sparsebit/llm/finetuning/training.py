@@ -134,17 +134,15 @@ def _run(
     trust_remote_code: bool,
 ) -> TrainingLoop:
     """The training of this process, with its part of the model."""
-    if parallel == "pipeline":
-        stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
-        backbone = stage.model
-    else:  # blocks that are sharded come to the device one by one
-        where = torch.device("cpu") if parallel == "fsdp" else rank.device
-        backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
+    trust = trust_remote_code
+    stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust) if parallel == "pipeline" else None
+    where = torch.device("cpu") if parallel == "fsdp" else rank.device  # blocks to shard come there one by one
+    backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust) if stage is None else stage.model
     need_embeddings(torch.tensor(max((max(sample.tokens) for sample in samples), default=0)), backbone)
     need_positions(max(len(sample.tokens) for sample in samples), backbone)  # positions begin again at each
     # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
     rest = samples, tuning, rank, 0, str(model)
-    if parallel == "pipeline":
+    if stage is not None:
         return PipelineTraining(stage, *rest)
     return (ShardedTraining if parallel == "fsdp" else TrainingLoop)(backbone, *rest)
 

@@ -46,8 +46,8 @@ class TrainingLoop:
     ) -> None:
         self.samples, self.tuning, self.rank, self.pad_token = samples, tuning, rank, pad_token
         self.model = backbone
-        how = {"rank": tuning.rank, "alpha": tuning.alpha, "dropout": tuning.dropout, "seed": tuning.seed, "base": base}
-        self.peft_model = add_adapter(backbone, targets=tuning.targets, **how)
+        how: dict[str, Any] = {"rank": tuning.rank, "alpha": tuning.alpha, "dropout": tuning.dropout}
+        self.peft_model = add_adapter(backbone, targets=tuning.targets, seed=tuning.seed, base=base, **how)
         self.model = self.peft_model.get_base_model()
         self.place()
         if tuning.packing:
@@ -201,7 +201,7 @@ def make_optimizer(
     """The optimizer and its name; "auto" is the paged 8-bit one on a GPU if bitsandbytes is installed."""
     if name == "auto":
         name = "paged_adamw8bit" if device.type == "cuda" and find_spec("bitsandbytes") is not None else "adamw"
-    kind, how = OPTIMIZERS[name], {"lr": tuning.learning_rate, "weight_decay": tuning.weight_decay}
+    kind, how = OPTIMIZERS[name], dict[str, Any](lr=tuning.learning_rate, weight_decay=tuning.weight_decay)
     if kind is None:
         return name, torch.optim.AdamW(parameters, **how)
     if device.type != "cuda":

@@ -6,7 +6,7 @@ signed bytes, `w = q d`. None of them has a zero point. A packed weight is store
 `code - zero` without rounding: Q4_0 for up to 3 bits and for 4 without zero points, Q5_0 for 4 with zero points, Q8_0
 for 8 bits.
 
-Other weights are rounded: to Q4_K and Q6_K (see `k_quant_blocks`), or to Q5_0 and Q8_0 if a row is not a
+Other weights are rounded: to Q4_K and Q6_K (see `k_quant_math`), or to Q5_0 and Q8_0 if a row is not a
 whole number of their blocks of 256.
 """
 

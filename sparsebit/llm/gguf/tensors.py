@@ -49,9 +49,7 @@ class Mix:
     output: KType | None = None
 
     def type_of(self, name: str, num_blocks: int, *, is_tied: bool) -> KType | None:
-        """The type of a matrix by its name in the file; None if it is not rounded. `is_tied`: the embedding is the
-        output.
-        """
+        """The type of a matrix by its name in the file; None: not rounded. `is_tied`: the embedding is the output."""
         if name == "token_embd.weight":
             return self.output if is_tied else self.embedding
         if name == "output.weight":

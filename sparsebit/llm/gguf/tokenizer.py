@@ -161,9 +161,7 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = False) -> str:
-    """llama.cpp's name for how text is split before bytes are merged; `ignores_merges`: a word that is a token stays
-    one.
-    """
+    """llama.cpp's name for how text is split before bytes are merged; `ignores_merges`: words that are tokens stay."""
     *front, last = steps
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space") and len(front) < 2:
         uses_regex, first = last.get("use_regex", True), front[0] if front else {}

@@ -7,8 +7,8 @@
 | nvfp4 | E2M1, two in a byte, `(out, in / 2)` | float8_e4m3fn per 16 columns | `number * scale / divisor` |
 
 The divisor of nvfp4 is a power of two here: products of E2M1 and E4M3 numbers have six bits, so every value is exact in
-bfloat16, in which other readers unpack the weight. GPUs that can multiply fp8 weights directly (`torch._scaled_mm`), in
-bfloat16 models. All others are unpacked in blocks of rows while they are multiplied.
+bfloat16, in which other readers unpack the weight. fp8 weights are multiplied directly by GPUs that can
+(`torch._scaled_mm`), in bfloat16 models. All others are unpacked in blocks of rows while they are multiplied.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def scale_values(scales: Tensor, kind: FloatKind, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype) -> FloatWeight:
-    """`weight (out, in)` to nearest, with scales of the range or the smallest error; `stored`: the type of fp8's
-    scales.
-    """
+    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales."""
     W = weight.detach().float()
     if kind == "fp8":
         smallest = torch.finfo(stored).tiny

@@ -160,9 +160,8 @@ def _few_rows(x: Tensor, packed: PackedWeight) -> Tensor:
     num_planes = 8 // packed.bits
     is_whole = 8 % packed.bits == 0 and size % num_planes == 0 and sys.byteorder == "little"
     num_planes = num_planes if is_whole else 1
-    columns = [
-        x[:, plane::num_planes].unflatten(1, (groups, -1)).transpose(0, 1).contiguous() for plane in range(num_planes)
-    ]
+    planes = (x[:, plane::num_planes] for plane in range(num_planes))
+    columns = [plane.unflatten(1, (groups, -1)).transpose(0, 1).contiguous() for plane in planes]
     sums = x.unflatten(1, (groups, size)).sum(-1).t()[:, :, None]  # (groups, rows, 1)
     blocks = []
     for rows in _row_blocks(packed):

@@ -49,7 +49,7 @@ class QuantLinear(nn.Module):
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
     `prepare` converts `qweight` to the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
     is the reason why no kernel was chosen. Files and `packed` always have the order of `PackedWeight`. `parallel`:
-    the group of layers that read the same input, if they share a product (`parallel_layers.py`).
+    the group of layers that read the same input, if they share a product (`ParallelGroup`).
     """
 
     qweight: Tensor
@@ -249,10 +249,6 @@ class ParallelGroup:
         for layer in layers:
             layer.parallel = self
 
-    @property
-    def is_joined(self) -> bool:
-        return self._whole is not None
-
     @torch.no_grad()
     def join(self) -> bool:
         """Put the weights of the layers side by side, if they are prepared for one kernel and alike."""
@@ -284,11 +280,8 @@ class ParallelGroup:
     def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
         """The layer's output without bias; None if a layer has hooks. An input written to is another input."""
         version = _version(x)
-        if (
-            self._whole is None
-            or version is None
-            or any(one._forward_pre_hooks or one._forward_hooks for one in self.layers)
-        ):
+        hooks = [one._forward_pre_hooks or one._forward_hooks for one in self.layers]
+        if self._whole is None or version is None or any(hooks):
             return None
         number = next(number for number, one in enumerate(self.layers) if one is layer)
         found = self._answer

@@ -228,9 +228,7 @@ def passes_of(block: nn.Module, stages: Stages) -> tuple[Stages, ...]:
 
 
 def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
-    """The linear layers in the order in which `call` runs them; neighbours with one input are a stage, experts one
-    module.
-    """
+    """The linear layers in the order in which `call` runs them; neighbours with one input, or experts, are a stage."""
     reached: list[tuple[str, Tensor]] = []
     experts, inside = experts_in(block), experts_prefixes(block)
     alone = {name: module for name, module in linears(block).items() if not name.startswith(inside)}

@@ -64,7 +64,8 @@ def _downloaded(name: str, revision: str | None) -> Path:
             name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED, etag_timeout=_SECONDS
         )
     except Exception as error:  # of the hub, of the network, of the cache, of offline mode
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {_first_line(error)}"
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {first}"
         reasons = {  # the first that fits: a gated repository is one that was not found
             errors.GatedRepoError: ": its owner wants you to accept conditions: do so on the model's page, then log in "
             "(hf auth login)",
@@ -88,7 +89,3 @@ def _alike(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, names, n=2)
     return f" (did you mean {' or '.join(str(path.parent / name) for name in near)}?)" if near else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -26,9 +26,7 @@ _RESIDUAL, _OUTPUT = 1e-3, 1e-4
 
 @dataclass(frozen=True)
 class Fold:
-    """`source` scales; `owner (in,)`: its channel for each input. `offset`: 1 for a norm that multiplies by `1 +
-    weight`.
-    """
+    """`source` scales; `owner (in,)`: its channel for each input. `offset`: 1 for a norm with factors `1 + weight`."""
 
     source: str
     owner: Tensor

@@ -84,7 +84,7 @@ class ModelFolder:
             entries = _read_json(index).get("weight_map")
             names = {str(name): str(file) for name, file in entries.items()} if isinstance(entries, dict) else {}
             files = {name: self.path / file for name, file in names.items()}
-            missing = [file for file in files.values() if not file.is_file() or file.parent != self.path]
+            missing = [file for file in {*files.values()} if not file.is_file() or file.parent != self.path]
             if not files:
                 problem = f"{index} cannot be read: it has no weight_map with tensors"
             elif missing:

@@ -19,7 +19,7 @@ _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _TEXT, _SCORE, _TYPE = 1, 2, 3
 _MODEL_TYPE = 3
-_CHARSMAP, _DUMMY_PREFIX, _REMOVE_WHITESPACE = 2, 3, 4
+_CHARSMAP, _REMOVE_WHITESPACE = 2, 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class SentencePieceFile:
     pieces: tuple[TokenPiece, ...]
     kind: str
     changes_text: bool
-    adds_space: bool
 
 
 def is_sentencepiece(path: Path) -> bool:
@@ -73,7 +72,7 @@ def read_sentencepiece(path: Path) -> SentencePieceFile:
         raise CheckpointError(f"{path} cannot be read ({problem}); is it a file of sentencepiece?")
     changes = bool(normalizer.get(_CHARSMAP)) or bool(normalizer.get(_REMOVE_WHITESPACE, 1))
     kind = trainer.get(_MODEL_TYPE, 1)
-    return SentencePieceFile(pieces, _KINDS.get(kind, str(kind)), changes, bool(normalizer.get(_DUMMY_PREFIX, 1)))
+    return SentencePieceFile(pieces, _KINDS.get(kind, str(kind)), changes)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

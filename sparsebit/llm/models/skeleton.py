@@ -57,9 +57,7 @@ class Skeleton:
         self._drop_first_values()
 
     def _untie(self) -> None:
-        """Separate weights whose values in the files differ, as transformers does; the config is corrected for other
-        readers.
-        """
+        """Separate weights whose values in the files differ, as transformers does; correct the config for others."""
         for target, source in dict(self.model.all_tied_weights_keys).items():
             own, other = self.names.get(target), self.names.get(source)
             if own is None or other is None or own == other:
@@ -133,9 +131,7 @@ class Skeleton:
         """
         used = {self.names[name] for name in self.model.state_dict() if name in self.names} | set(packed)
         expected = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        unused = [
-            name for name in self.folder if name not in used and not any(re.search(one, name) for one in expected)
-        ]
+        unused = [name for name in self.folder if name not in used and not any(re.search(p, name) for p in expected)]
         numbered = {pattern for name in used for pattern in _numbered(name)}
         further = [name for name in unused if not numbered.isdisjoint(_numbered(name))]
         if further and not self.folder.config.get("num_nextn_predict_layers"):  # layers that predict further tokens

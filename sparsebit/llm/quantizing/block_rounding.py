@@ -64,9 +64,7 @@ class BlockRounding:
         if self.recipe.method == "autoround":
             packed |= self._learned(original, changed, packed, tokens, path)
         # The other parameters that the method has changed, such as norms.
-        before = {
-            name: value for name, value in original.named_parameters() if name.removesuffix(".weight") not in packed
-        }
+        before = {name: one for name, one in original.named_parameters() if name.removesuffix(".weight") not in packed}
         others = {
             name: value.detach().to(self.stored(f"{path}.{name}")).cpu()
             for name, value in changed.named_parameters()
@@ -139,8 +137,11 @@ def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None
 
 def widest_layer(blocks: Iterable[nn.Module]) -> int:
     """The columns of the widest layer that reads every token: not those of experts."""
-    layers = ((name, layer, experts_prefixes(block)) for block in blocks for name, layer in linears(block).items())
-    return max((layer.in_features for name, layer, inside in layers if not name.startswith(inside)), default=0)
+    columns = [0]
+    for block in blocks:
+        inside = experts_prefixes(block)
+        columns += [layer.in_features for name, layer in linears(block).items() if not name.startswith(inside)]
+    return max(columns)
 
 
 def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Recipe) -> None:

@@ -27,7 +27,6 @@ from sparsebit.numerics.rounding.hessian import InputMoments
 Stream = Literal["float", "changed"]
 # Bytes of hidden states, or of second moments, on a GPU: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
-_NOT_WALKED = "this architecture cannot be quantized block by block"
 # The arguments of a block besides the hidden states; the same for all batches of one shape.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Outputs of block classes: the hidden states, or a tuple that begins with them.
@@ -60,6 +59,7 @@ class BlockWalk:
     ) -> None:
         self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
         self.blocks = blocks_of(skeleton.model, architecture)
+        self.num_blocks = len(self.blocks)
         self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
         self.rank = rank
         if rank is not None and rank.count > 1:
@@ -69,15 +69,11 @@ class BlockWalk:
                     f"{rank.count} processes: give more samples, a smaller batch size or fewer processes"
                 )
             self.batches = self.batches[rank.number :: rank.count]
-        self.memory_budget, self.num_samples = memory_budget, len(tokens)
+        self.memory_budget = memory_budget
         self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
         self._calls: dict[tuple[int, int], list[_Call]] = {}
         self._number = 0
         self._form: _Form | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -203,14 +199,13 @@ class BlockWalk:
                 self.store.drop(("input", stage[0], index))
             hidden = self.store.get(("changed", self._number, index))
             self.store.drop(("changed", self._number, index))
-            self._advance_float(original, index)
+            if self.with_float:
+                self._advance_float(original, index)
             if self._number + 1 < self.num_blocks:
                 self.store.put(("changed", self._number + 1, index), self.run(changed, self._number, index, hidden))
         self._number += 1
 
     def _advance_float(self, original: nn.Module | None, index: int) -> None:
-        if not self.with_float:
-            return
         output = ("float", self._number + 1, index)
         hidden: Tensor = self.store.get(("float", self._number, index))
         self.store.drop(("float", self._number, index))
@@ -254,9 +249,7 @@ class BlockWalk:
         return value
 
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
-        """The input of block 0, and the other arguments of every block; `_form`: the first output with which the model
-        runs.
-        """
+        """The input of block 0, and the other arguments of every block; `_form`: the first that the model takes."""
         refusals: list[ConfigError] = []
         for form in _FORMS if self._form is None else (self._form,):
             try:
@@ -341,6 +334,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _same(known: list[_Call], calls: list[_Call]) -> bool:
+    if known is calls:
+        return True
     left, right = tensors_of(known), tensors_of(calls)
     if len(left) != len(right) or not all(map(torch.equal, left, right)):
         return False

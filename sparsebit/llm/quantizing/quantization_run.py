@@ -19,7 +19,6 @@ from sparsebit.errors import CheckpointError
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
-from sparsebit.llm.checkpoint.packed_source import float_layers
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
@@ -59,11 +58,10 @@ class QuantizationRun:
     ) -> None:
         self.rank = rank
         self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
-        sizes = {"batch_size": batch_size, "memory_budget": memory_budget}
+        sizes: dict[str, Any] = {"batch_size": batch_size, "memory_budget": memory_budget}
         shared = rank if recipe.needs_text else None  # without text there is no work to distribute
-        self.walk = BlockWalk(
-            skeleton, architecture, tokens, with_float=recipe.needs_float_inputs, rank=shared, **sizes
-        )
+        needs_float = recipe.needs_float_inputs
+        self.walk = BlockWalk(skeleton, architecture, tokens, with_float=needs_float, rank=shared, **sizes)
         self.sizes, self.batch_size = sizes, batch_size
         self.allocation: BitAllocation | None = None
         self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
@@ -149,10 +147,6 @@ class QuantizationRun:
         if found is None:
             raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
         return found
-
-    def ignored(self) -> list[str]:
-        """The linear layers of the model that stay float, and the routers of experts, which are layers in vLLM."""
-        return float_layers(self.skeleton, self.formats)
 
     def bits_per_weight(self) -> float:
         return self._bits / max(self._weights, 1)

@@ -9,6 +9,7 @@ it is equal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from sparsebit.execution.run_folder import RunFolder, has_begun, hold_run
 from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import write_packed_folder
+from sparsebit.llm.checkpoint.packed_source import float_layers
 from sparsebit.llm.converting.load_check import LoadCheck, check_loading, check_transposed, need_reader
 from sparsebit.llm.converting.targets import vllm_reasons
 from sparsebit.llm.models.architectures import (
@@ -180,11 +182,17 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     for number in track(numbers, "quantizing blocks"):
         run.block(number, folder, is_run=number < num_to_do)
     checked = rank.from_first(lambda: _write(job, run, folder, origin))
+    packed_bytes = rank.from_first(lambda: _num_bytes(ModelFolder(job.target)))
     return QuantizedModel(
-        *(job.target, recipe, run.formats, _num_bytes(job.source)),
-        rank.from_first(lambda: _num_bytes(ModelFolder(job.target))),
-        *(run.bits_per_weight(), run.num_resumed, 0.0, checked, run.allocation, run.experts, run.scaled_inputs, origin),
-        drawn.shares,
+        *(job.target, recipe, run.formats, _num_bytes(job.source), packed_bytes, run.bits_per_weight()),
+        num_resumed=run.num_resumed,
+        seconds=0.0,
+        check=checked,
+        allocation=run.allocation,
+        experts=run.experts,
+        scaled_inputs=run.scaled_inputs,
+        source=origin,
+        calibration_windows=drawn.shares,
     )
 
 
@@ -214,9 +222,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
     text = run.tokens[:1, :128]
     with staging_folder(target) as staging:
         made = staging / target.name
-        write_packed_folder(
-            made, skeleton, run.paths, lambda number: run.finished(number, folder), run.formats, run.ignored()
-        )
+        block_of = functools.partial(run.finished, folder=folder)
+        write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:

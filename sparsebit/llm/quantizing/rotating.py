@@ -101,10 +101,8 @@ class _Rotation:
         stages = self.walk.stages(block)
         changed = copy.deepcopy(block)
         folds = {stage: find_fold(block, stage, self.walk.run_first) for stage in stages}
-        sources = {stage: fold and changed.get_submodule(fold.source) for stage, fold in folds.items()}
-        norms: dict[Any, Any] = {
-            stage: one for stage, one in sources.items() if one is not None and one.weight.ndim == 1
-        }
+        norms: dict[Any, Any] = {stage: changed.get_submodule(one.source) for stage, one in folds.items() if one}
+        norms = {stage: one for stage, one in norms.items() if one.weight.ndim == 1}
         hidden, modules = self.walk.present("changed", 0), linears(changed)
         for stage, fold in folds.items():
             for layer in (modules[name] for name in stage):

@@ -64,9 +64,10 @@ def load(
     rounding = as_activations(activations)
     skeleton = checked_skeleton(folder, dtype, device, trust_remote_code=trust_remote_code)
     files, device, dtype = skeleton.folder, skeleton.device, skeleton.dtype
-    packed = _packed_layers(skeleton)
-    for name, layer in packed.items():
-        layer = layer.to(device)
+    source = packed_source(skeleton)
+    skeleton.check_unused([key for name in source.formats for key in source.keys(name)])
+    for name in source.formats:
+        layer = read_layer(source, name, skeleton.model.get_submodule(name)).to(device)
         if isinstance(layer, QuantLinear):
             layer.prepare(dtype, rounding)
         skeleton.model.set_submodule(name, layer)
@@ -80,7 +81,7 @@ def load(
     num_joined = join_parallel_layers(skeleton.model) if joins else 0
     if compiles_on(device):
         use_token_attention(skeleton.model)
-    if packed:
+    if source.formats:
         skeleton.model.save_pretrained = _refuse_to_save
     _log_kernels(skeleton.model, rounding)
     if num_joined:
@@ -97,13 +98,6 @@ def checked_skeleton(
     config = load_config(files.path, trust_remote_code=trust_remote_code)
     dtype = dtype or default_dtype(config, device)
     return Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-
-
-def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear | FloatLinear]:
-    """The quantized layers, by the names of their modules."""
-    source = packed_source(skeleton)
-    skeleton.check_unused([key for name in source.formats for key in source.keys(name)])
-    return {name: read_layer(source, name, skeleton.model.get_submodule(name)) for name in source.formats}
 
 
 def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | FloatLinear:
@@ -179,22 +173,17 @@ class HalfLinear(nn.Linear):
 
 
 def keep_halves(skeleton: Skeleton) -> None:
-    """Let plain embeddings and the plain output layer of a filled model keep the type of the files, if not tied to
-    others.
-    """
+    """Let plain embeddings and the plain output layer of a filled model keep the files' type, unless tied to others."""
     model = skeleton.model
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     paths = {path: module for path, module in model.named_modules() if any(module is end for end in ends)}
     names = {id(tensor): name for name, tensor in model.named_parameters() if name in skeleton.names}
     others = {id(module.weight) for module in paths.values() if type(module) not in (nn.Embedding, nn.Linear)}
-    stored = {key: skeleton.stored_type(name) for key, name in names.items()}
-    kept = {
-        path: _half(module, stored[id(module.weight)])
-        for path, module in paths.items()
-        if stored.get(id(module.weight)) in HALVES and id(module.weight) not in others
-    }
-    for path, module in kept.items():
-        model.set_submodule(path, module)
+    wanted = {id(module.weight) for module in paths.values()} - others
+    stored = {key: skeleton.stored_type(name) for key, name in names.items() if key in wanted}
+    for path, module in paths.items():
+        if stored.get(id(module.weight)) in HALVES:
+            model.set_submodule(path, _half(module, stored[id(module.weight)]))
     model.tie_weights()
 
 

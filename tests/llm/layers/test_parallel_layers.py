@@ -221,7 +221,7 @@ def test_nothing_is_kept_when_all_have_their_outputs(trio: list[QuantLinear]) ->
         for layer in trio:
             layer(x)
     group = trio[0].parallel
-    assert isinstance(group, ParallelGroup) and group.is_joined and group._answer is None
+    assert isinstance(group, ParallelGroup) and group._whole is not None and group._answer is None
 
 
 @pytest.mark.parametrize("change", [lambda model: model.to("cpu"), lambda model: model.half()], ids=["device", "type"])

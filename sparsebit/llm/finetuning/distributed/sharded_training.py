@@ -86,9 +86,7 @@ class ShardedTraining(TrainingLoop):
 
     def state(self, step: int) -> TrainingState:
         optimizer = self.optimizer.state_dict()
-        entries = {
-            index: {key: _whole(value) for key, value in own.items()} for index, own in optimizer["state"].items()
-        }
+        entries = {index: {key: _whole(one) for key, one in own.items()} for index, own in optimizer["state"].items()}
         values = {name: _whole(one.detach()) for name, one in self.parameters.items()}
         return TrainingState(step, tuple(self.losses), values, {**optimizer, "state": entries})
 

@@ -106,9 +106,9 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     peft = peft_module()
     path = Path(folder)
     settings, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
-    problem = None
+    problem, tensors = None, dict[str, Tensor]()
     try:
-        config = peft.PeftConfig.from_pretrained(str(path)) if settings.is_file() else None
+        config: Any = peft.PeftConfig.from_pretrained(str(path)) if settings.is_file() else None
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise CheckpointError(f"{settings} cannot be read ({error!r})") from error
     if config is None:
@@ -166,22 +166,19 @@ def _check_start(config: Any, model: Any, path: Path) -> None:
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
     """The linear layers of the blocks, packed or float, whose names end in one of `targets`; all, without any."""
-    modules = dict(model.named_modules())
-    blocks = blocks_path(model)
-    kinds = {name: part.kind for name, part in modules.items() if isinstance(part, FloatLinear)}
-    every = [name for name, part in modules.items() if _is_linear(part) and name.startswith(f"{blocks}.")]
-    found = [name for name in every if not targets or any(f".{name}".endswith(f".{target}") for target in targets)]
-    problem = None
+    kinds = {name: part.kind for name, part in model.named_modules() if isinstance(part, FloatLinear)}
     if kinds:
-        problem = (
-            f"{next(iter(kinds))} and {len(kinds) - 1} other layers have {next(iter(kinds.values()))} weights: "
-            "adapters are trained on whole numbers of 2, 3, 4 or 8 bits (rtn, gptq, awq), or on a float model"
+        name, kind = next(iter(kinds.items()))
+        raise ConfigError(
+            f"{name} and {len(kinds) - 1} other layers have {kind} weights: adapters are trained on whole numbers of "
+            "2, 3, 4 or 8 bits (rtn, gptq, awq), or on a float model"
         )
-    elif not found:
+    inside = f"{blocks_path(model)}."
+    every = [name for name, part in model.named_modules() if _is_linear(part) and name.startswith(inside)]
+    found = [name for name in every if not targets or any(f".{name}".endswith(f".{target}") for target in targets)]
+    if not found:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every}))
-        problem = f"targets={', '.join(targets)}: no layer is called so; there are {known}"
-    if problem is not None:
-        raise ConfigError(problem)
+        raise ConfigError(f"targets={', '.join(targets)}: no layer is called so; there are {known}")
     return found
 
 

@@ -225,8 +225,13 @@ class _Recording:
             expected = block.output()
             of_expected = torch.randn(expected.shape, device=expected.device).to(expected.dtype)
             expected_gradients = block.gradients(of_expected)
-        self.buffers = own = buffers or _buffers_for(block, expected)
-        if own.of_parameters.numel() != sum(one.numel() for one in self.parameters):
+        count, dtype = sum(one.numel() for one in self.parameters), self.parameters[0].dtype
+        self.buffers = own = buffers or _Buffers(
+            *(inputs, torch.empty_like(expected), torch.empty_like(expected)),
+            torch.empty_like(inputs[0]) if block.needs_hidden else None,
+            torch.empty(count, dtype=dtype, device=inputs[0].device),
+        )
+        if own.of_parameters.numel() != count:
             raise _NotRecorded("another block has other trained parameters")
 
         def write_output() -> None:
@@ -271,17 +276,6 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.recording.backward(ctx.saved_tensors, of_output)
-
-
-def _buffers_for(block: _Computation, output: Tensor) -> _Buffers:
-    hidden, parameters = block.inputs[0], list(block.named.values())
-    return _Buffers(
-        tuple(block.inputs),
-        torch.empty_like(output),
-        torch.empty_like(output),
-        torch.empty_like(hidden) if block.needs_hidden else None,
-        torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device=hidden.device),
-    )
 
 
 @contextmanager
