@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from sparsebit.llm import PackedWeight, QuantLinear, kernel_paths
-from sparsebit.llm.layers.parallel_layers import join_parallel_layers, separate_parallel_layers
+from sparsebit.llm.layers.quant_linear import join_parallel_layers, separate_parallel_layers
 from sparsebit.llm.layers.token_attention import use_token_attention
 
 GROUP, CACHE, WARM, STEPS = 128, 1024, 16, 64

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from sparsebit.llm.finetuning.training import FinetunedModel, finetune
     from sparsebit.llm.finetuning.tuning import Tuning
     from sparsebit.llm.layers.cpu_probe import CpuProbe, probe_cpu
-    from sparsebit.llm.layers.float_linear import FloatLinear
-    from sparsebit.llm.layers.float_weight import FloatWeight
+    from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight
     from sparsebit.llm.layers.packed_weight import PackedWeight
     from sparsebit.llm.layers.quant_linear import QuantLinear, kernel_paths, resident_bytes
     from sparsebit.llm.models.architectures import ARCHITECTURES, Architecture
@@ -87,8 +86,7 @@ _MODULES = {
     "finetuning.training": "FinetunedModel finetune",
     "finetuning.tuning": "Tuning",
     "layers.cpu_probe": "CpuProbe probe_cpu",
-    "layers.float_linear": "FloatLinear",
-    "layers.float_weight": "FloatWeight",
+    "layers.float_weight": "FloatLinear FloatWeight",
     "layers.packed_weight": "PackedWeight",
     "layers.quant_linear": "QuantLinear kernel_paths resident_bytes",
     "models.architectures": "ARCHITECTURES Architecture",

@@ -74,10 +74,7 @@ class Recipe:
     )
     bits: int = option(4, "Bits of a weight.", choices=BITS)
     group_size: int = option(
-        128,
-        "Columns that share a scale; 0: one scale per row.",
-        least=0,
-        usual="128 and 64 are usual, 0: a row",
+        128, "Columns that share a scale; 0: one scale per row.", least=0, usual="128 and 64 are usual, 0: a row"
     )
     symmetric: bool = option(False, "Without zero points.")
     scale_search: ScaleSearch = option(
@@ -100,45 +97,29 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.rotate and not self.columns_in_group:
-            raise ConfigError("rotate=True: allowed: with groups; give a group_size such as 128")
-        self._check_mixed()
-        self._check_floats()
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-        unused = [name for name in changed if name in _OF_GPTQ]
-        given = f"method={self.method!r}"
-        if self.method != "autoround" and "steps" in changed:
-            raise ConfigError(f"steps with {given}: these are of autoround; leave them out")
-        if self.method != "gptq" and unused:
-            raise ConfigError(f"{', '.join(unused)} with {given}: these are options of gptq; leave them out")
-        if self.method != "gptq" and self.scale_search == "gptq":
-            raise ConfigError(
-                f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"
-            )
-
-    def _check_mixed(self) -> None:
-        if not self.candidate_bits and self.average_bits is None:
-            return
-        given = f"candidate_bits={self.candidate_bits}, average_bits={self.average_bits}"
+        changed = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
+        of_gptq = [name for name in _OF_GPTQ if name in changed and self.method != "gptq"]
+        own = [name for name in ("bits", "group_size", "candidate_bits") if name in changed and self.float_kind]
+        given, candidates = f"method={self.method!r}", set(self.candidate_bits)
+        wish = f"candidate_bits={self.candidate_bits}, average_bits={self.average_bits}"
+        asks_mixed = bool(candidates) or self.average_bits is not None
+        is_known = len(candidates) > 1 and candidates <= set(BITS)
+        low, high = min(candidates, default=0), max(candidates, default=0)
+        is_within = self.average_bits is not None and low <= self.average_bits <= high
+        searches = self.scale_search == "gptq" and self.method != "gptq"
         known = ", ".join(map(str, BITS))
-        if len(set(self.candidate_bits)) < 2 or not set(self.candidate_bits) <= set(BITS):
-            raise ConfigError(f"{given}: give two or more different candidates of {known}")
-        if self.bits != 4:
-            raise ConfigError(f"bits={self.bits} with {given}: with candidates, leave bits out")
-        low, high = min(self.candidate_bits), max(self.candidate_bits)
-        if self.average_bits is None or not low <= self.average_bits <= high:
-            raise ConfigError(f"{given}: give an average from {low} to {high}")
-
-    def _check_floats(self) -> None:
-        if self.float_kind is None:
-            return
-        given = {"bits": self.bits != 4, "group_size": self.group_size != 128, "candidate_bits": self.is_mixed}
-        unused = [name for name, is_given in given.items() if is_given]
-        if unused:
-            raise ConfigError(
-                f"{', '.join(unused)} with method={self.method!r}: the format has its own bits and groups; leave them "
-                "out"
-            )
+        for is_wrong, text in (
+            (self.rotate and not self.columns_in_group, "rotate=True: allowed: with groups; give a group_size of 128"),
+            (asks_mixed and not is_known, f"{wish}: give two or more different candidates of {known}"),
+            (asks_mixed and self.bits != 4, f"bits={self.bits} with {wish}: with candidates, leave bits out"),
+            (asks_mixed and not is_within, f"{wish}: give an average from {low} to {high}"),
+            (own, f"{', '.join(own)} with {given}: the format has its own bits and groups; leave them out"),
+            ("steps" in changed and self.method != "autoround", f"steps with {given}: these are of autoround"),
+            (of_gptq, f"{', '.join(of_gptq)} with {given}: these are options of gptq; leave them out"),
+            (searches, f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"),
+        ):
+            if is_wrong:
+                raise ConfigError(text)
 
     @property
     def columns_in_group(self) -> int:
@@ -166,9 +147,8 @@ class Recipe:
     @property
     def needs_text(self) -> bool:
         """Whether calibration text has any effect."""
-        if self.float_kind is not None:
-            return False
-        return self.method != "rtn" or self.scale_search != "none" or self.is_mixed
+        searches = self.method != "rtn" or self.scale_search != "none" or self.is_mixed
+        return self.float_kind is None and searches
 
     @property
     def needs_float_inputs(self) -> bool:
@@ -178,9 +158,9 @@ class Recipe:
         """The group size of a layer with this many columns; a size that does not divide them is an error."""
         size = self.columns_in_group or in_features
         if in_features % size:
-            near = [n for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0]
+            near = ", ".join(str(n) for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0)
             raise ConfigError(
-                f"group_size={size} at {name}: it has {in_features} columns, which {size} does not divide; "
-                f"sizes that do: {', '.join(map(str, near)) or 'none of the usual ones'}; 0: one scale per row"
+                f"group_size={size} at {name}: it has {in_features} columns, which {size} does not divide; sizes that "
+                f"do: {near or 'none of the usual ones'}; 0: one scale per row"
             )
         return size

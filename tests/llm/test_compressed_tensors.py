@@ -9,7 +9,7 @@ from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config, read_config, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.converting.load_check import need_reader
-from sparsebit.llm.converting.vllm_rules import GPTQ, vllm_reasons
+from sparsebit.llm.converting.targets import GPTQ, vllm_reasons
 from tests.llm.layers.test_packed_weight import packed_weight
 
 NAMES = ["model.layers.0.q", "model.layers.0.k", "lm_head"]

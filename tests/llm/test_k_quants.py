@@ -8,9 +8,8 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.llm.gguf.blocks import rounded_blocks, values_of
-from sparsebit.llm.gguf.k_quant_blocks import Q4K, Q6K
-from sparsebit.llm.gguf.k_quant_math import fit_q4_k, fit_q6_k
-from sparsebit.llm.gguf.mixes import MIXES, fitting, mix_of
+from sparsebit.llm.gguf.k_quant_math import Q4K, Q6K, fit_q4_k, fit_q6_k
+from sparsebit.llm.gguf.tensors import MIXES, fitting, mix_of
 from sparsebit.llm.layers.packed_weight import PackedWeight
 
 gguf = pytest.importorskip("gguf")

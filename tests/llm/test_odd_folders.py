@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.llm import Calibration, Recipe, convert, load, load_streamed, perplexity, quantize, token_stream
-from sparsebit.llm.devices import as_device
 from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
 from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.process_group import as_device
 from tests.llm.tiny_models import saved, tiny_model, with_bpe, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")

@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from sparsebit.cli.llm import options as llm_options
-from sparsebit.cli.option_groups import SpeakingOptions, grouped
+from sparsebit.cli.option_groups import SpeakingOptions, argument, grouped, option
 from sparsebit.cli.outputs.output import facts_table, speaking
 
 if TYPE_CHECKING:
     from sparsebit.llm import ConvertedModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to convert, and to which format."""
+
+    model: Path = argument(
+        ..., "A model folder, or a pack32 or pack8 file of the first Sparsebit.", "DIR|FILE", show_default=False
+    )
+    output: Path = option(..., "A folder or file that does not exist yet; it appears whole.", "OUT", short="-o")
+    to: str = option(..., "compressed-tensors, gptq (version 2), gptq-v1, gguf or onnx-genai.", "FORMAT")
+    gguf_type: str = option(
+        "exact",
+        "GGUF: the codes of a packed model as they are, or a packed or float model rounded to it.",
+        "exact|Q4_K|Q6_K|Q4_K_M",
+    )
+    base: Path | None = option(None, "config.json and tokenizer for a file of the first Sparsebit.", "DIR")
+    no_check: bool = option(False, "Keep the result without loading it and comparing logits.")
+    trust_remote_code: llm_options.TrustRemoteCode = False
+
+
 @grouped
-def convert(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR|FILE",
-            help="A model folder, or a pack32 or pack8 file of the first Sparsebit.",
-            show_default=False,
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="OUT", help="A folder or file that does not exist yet; it appears whole."
-        ),
-    ],
-    say: SpeakingOptions,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="FORMAT", help="compressed-tensors, gptq (version 2), gptq-v1, gguf or onnx-genai."
-        ),
-    ],
-    gguf_type: Annotated[
-        str,
-        typer.Option(
-            "--gguf-type",
-            metavar="exact|Q4_K|Q6_K|Q4_K_M",
-            help="GGUF: the codes of a packed model as they are, or a packed or float model rounded to it.",
-        ),
-    ] = "exact",
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", metavar="DIR", help="config.json and tokenizer for a file of the first Sparsebit."),
-    ] = None,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Keep the result without loading it and comparing logits.")
-    ] = False,
-    trust_remote_code: llm_options.TrustRemoteCode = False,
-) -> None:
+def convert(asked: Conversion, say: SpeakingOptions) -> None:
     """Write a packed model in another file format; codes and scales stay as they are.
 
     Before the result is kept, it is loaded, and its logits must equal those of the original. With --gguf-type, weights
@@ -71,9 +51,8 @@ def convert(
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from sparsebit.llm import convert as run
 
-        made = run(
-            model, output, to, gguf_type=gguf_type, base=base, check=not no_check, trust_remote_code=trust_remote_code
-        )
+        how: dict[str, Any] = {"base": asked.base, "trust_remote_code": asked.trust_remote_code}
+        made = run(asked.model, asked.output, asked.to, gguf_type=asked.gguf_type, check=not asked.no_check, **how)
         out.result(_record(made), facts_table(_facts(made)))
 
 

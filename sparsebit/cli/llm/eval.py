@@ -6,12 +6,12 @@ import contextlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
 from sparsebit.cli.llm import options as llm_options
-from sparsebit.cli.option_groups import SpeakingOptions, grouped
+from sparsebit.cli.option_groups import SpeakingOptions, grouped, option
 from sparsebit.cli.outputs.output import Output, facts_table, kilobytes, speaking
 
 if TYPE_CHECKING:
@@ -21,84 +21,56 @@ if TYPE_CHECKING:
 
     from sparsebit.llm import TaskScore
 
-_TASKS = "Tasks of lm-eval"
-
 
 @dataclass(frozen=True)
 class WindowOptions:
     """The text whose perplexity is measured."""
 
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            metavar="FILE|DIR",
-            help="Text that the model was not trained on, for perplexity.",
-            show_default=False,
-        ),
-    ] = None
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512
-    num_windows: Annotated[
-        int | None, typer.Option("--num-windows", min=1, help="Windows from the beginning of the text; all of them.")
-    ] = None
+    text: Path | None = option(
+        None, "Text that the model was not trained on, for perplexity.", "FILE|DIR", show_default=False
+    )
+    length: int = option(512, "Tokens of a window.", min=2)
+    num_windows: int | None = option(None, "Windows from the beginning of the text; all of them.", min=1)
+
+    def record(self, model: Path, found: Any) -> dict[str, Any]:
+        """The measured perplexity."""
+        counts = {"windows": found.num_windows, "length": self.length, "predictions": found.num_predictions}
+        return {"model": str(model), "text": str(self.text), "perplexity": found.value, **counts}
+
+    def facts(self, found: Any) -> dict[str, str]:
+        text = f"{self.text}, {found.num_windows} windows of {self.length} tokens"
+        return {"perplexity": f"{found.value:.3f}", "text": text}
 
 
 @dataclass(frozen=True)
 class TaskOptions:
     """Tasks of lm-eval."""
 
-    tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks",
-            metavar="NAME,NAME",
-            help="Names or patterns; needs: pip install lm_eval.",
-            rich_help_panel=_TASKS,
-        ),
-    ] = ""
-    include_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--include-path", metavar="DIR", help="A folder of task files of your own.", rich_help_panel=_TASKS
-        ),
-    ] = None
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Questions of each task at most; all.", rich_help_panel=_TASKS)
-    ] = None
-    num_fewshot: Annotated[
-        int | None,
-        typer.Option(
-            "--num-fewshot",
-            min=0,
-            help="Answered questions before each; those of the task.",
-            rich_help_panel=_TASKS,
-        ),
-    ] = None
+    heading: ClassVar = "Tasks of lm-eval"
+
+    tasks: str = option("", "Names or patterns; needs: pip install lm_eval.", "NAME,NAME")
+    include_path: Path | None = option(None, "A folder of task files of your own.", "DIR")
+    limit: int | None = option(None, "Questions of each task at most; all.", min=1)
+    num_fewshot: int | None = option(None, "Answered questions before each; those of the task.", min=0)
 
     @property
     def names(self) -> list[str]:
         return [name.strip() for name in self.tasks.split(",") if name.strip()]
 
     def check(self, text: Path | None) -> None:
-        if text is None and not self.names:
-            raise typer.BadParameter("give a text, or tasks with --tasks", param_hint="--text")
         given = {"--include-path": self.include_path, "--limit": self.limit, "--num-fewshot": self.num_fewshot}
         unused = [option for option, value in given.items() if value is not None]
-        if unused and not self.names:
-            raise typer.BadParameter("only together with --tasks", param_hint=unused[0])
+        if not self.names and (unused or text is None):
+            wrong = "give a text, or tasks with --tasks" if text is None else "only together with --tasks"
+            raise typer.BadParameter(wrong, param_hint="--text" if text is None else unused[0])
 
     def scores(self, model: Any, tokenizer: Any, batch_size: int, *, quiet: bool) -> list[TaskScore]:
         from sparsebit.llm import evaluate_tasks
 
         # lm-eval and the package datasets show bars of their own.
         with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
-            return evaluate_tasks(
-                *(model, tokenizer, self.names),
-                include_path=self.include_path,
-                limit=self.limit,
-                num_fewshot=self.num_fewshot,
-                batch_size=batch_size,
-            )
+            how: dict[str, Any] = {"limit": self.limit, "num_fewshot": self.num_fewshot, "batch_size": batch_size}
+            return evaluate_tasks(model, tokenizer, self.names, include_path=self.include_path, **how)
 
 
 @grouped
@@ -124,7 +96,7 @@ def evaluate(
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from dataclasses import asdict
 
-        from sparsebit.llm import kernel_paths, resident_bytes, stream_usage, token_stream, windows
+        from sparsebit.llm import kernel_paths, perplexity, resident_bytes, stream_usage, token_stream, windows
         from sparsebit.llm.models.hub_classes import load_tokenizer
 
         if model.suffix == ".gguf":
@@ -136,13 +108,13 @@ def evaluate(
         if measured.text is not None:
             tokens = windows(token_stream(measured.text, tokenizer), measured.length, measured.num_windows)
         loaded = loading.load(model)
-        record: dict[str, Any] = {
-            "model": str(model),
-            "adapter": None if loading.adapter is None else str(loading.adapter),
-        }
+        adapter = None if loading.adapter is None else str(loading.adapter)
+        record: dict[str, Any] = {"model": str(model), "adapter": adapter}
         facts: dict[str, str] = {}
         if tokens is not None:
-            _measure(loaded, tokens, measured, batch_size, record, facts)
+            found = perplexity(loaded, tokens, batch_size=batch_size)
+            record |= measured.record(model, found)
+            facts |= measured.facts(found)
         scores: list[TaskScore] = []
         if wanted.names:
             scores = wanted.scores(loaded, tokenizer, batch_size, quiet=say.quiet)
@@ -154,24 +126,6 @@ def evaluate(
         facts["in memory"] = kilobytes(size)
         facts["packed layers"] = "; ".join(f"{count} {path}" for path, count in kernel_paths(loaded).items())
         out.result(record, *([_table(scores)] if scores else []), facts_table(facts))
-
-
-def _measure(
-    loaded: Any, tokens: Any, measured: WindowOptions, batch_size: int, record: dict[str, Any], facts: dict[str, str]
-) -> None:
-    """Add the perplexity on the windows to the record and to the facts."""
-    from sparsebit.llm import perplexity
-
-    found = perplexity(loaded, tokens, batch_size=batch_size)
-    record |= {
-        "text": str(measured.text),
-        "perplexity": found.value,
-        "windows": found.num_windows,
-        "length": measured.length,
-        "predictions": found.num_predictions,
-    }
-    facts["perplexity"] = f"{found.value:.3f}"
-    facts["text"] = f"{measured.text}, {found.num_windows} windows of {measured.length} tokens"
 
 
 def _evaluate_gguf(
@@ -190,27 +144,12 @@ def _evaluate_gguf(
     unused = [option for option, value in of_folders.items() if value]
     if unused:
         raise typer.BadParameter("not for a GGUF file, which llama.cpp runs: leave it out", param_hint=unused[0])
-    text, length = measured.text, measured.length
-    if text is None:
+    if measured.text is None:
         raise typer.BadParameter("a GGUF file is measured on a text: give one", param_hint="--text")
-    found = gguf_perplexity(model, text, length, measured.num_windows)
-    record = {
-        "model": str(model),
-        "adapter": None,
-        "text": str(text),
-        "perplexity": found.value,
-        "windows": found.num_windows,
-        "length": length,
-        "predictions": found.num_predictions,
-        "file_bytes": model.stat().st_size,
-    }
-    facts = {
-        "perplexity": f"{found.value:.3f}",
-        "text": f"{text}, {found.num_windows} windows of {length} tokens",
-        "file": kilobytes(model.stat().st_size),
-        "computed by": "llama.cpp, which rounds the inputs of products to 8 bits",
-    }
-    out.result(record, facts_table(facts))
+    found, size = gguf_perplexity(model, measured.text, measured.length, measured.num_windows), model.stat().st_size
+    facts = measured.facts(found) | {"file": kilobytes(size)}
+    facts["computed by"] = "llama.cpp, which rounds the inputs of products to 8 bits"
+    out.result(measured.record(model, found) | {"adapter": None, "file_bytes": size}, facts_table(facts))
 
 
 def _table(scores: Sequence[TaskScore]) -> Table:

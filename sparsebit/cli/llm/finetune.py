@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from sparsebit.cli.llm import options as llm_options
-from sparsebit.cli.option_groups import Given, SpeakingOptions, grouped
+from sparsebit.cli.option_groups import Given, SpeakingOptions, argument, grouped, option
 from sparsebit.cli.outputs.output import facts_table, speaking
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.llm.finetuning.tuning import Tuning
@@ -18,51 +16,49 @@ if TYPE_CHECKING:
     from sparsebit.llm import MergedModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What is trained on what."""
+
+    model: llm_options.ModelFolder
+    data: Path = argument(..., "JSON lines: prompt and response, or messages, each.", "DATA", show_default=False)
+    output: llm_options.Output
+
+
 @dataclass(frozen=True)
 class TrainingOptions:
     """How the training runs."""
 
-    parallel: Annotated[
-        str,
-        typer.Option(
-            "--parallel",
-            metavar="ddp|fsdp|pipeline",
-            help="Under torchrun, each process has: the model; a share of each block; some of the blocks.",
-        ),
-    ] = "ddp"
-    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps between states on disk.")] = 50
+    parallel: str = option(
+        "ddp", "Under torchrun, each process has: the model; a share of each block; some of the blocks.",
+        "ddp|fsdp|pipeline",
+    )  # fmt: skip
+    save_every: int = option(50, "Steps between states on disk.", min=1)
     device: llm_options.Device = "cpu"
     trust_remote_code: llm_options.TrustRemoteCode = False
 
 
-@dataclass(frozen=True)
-class MergeText:
-    """The text for measuring a merged model, and the text for rounding it."""
+@dataclass(frozen=True, kw_only=True)
+class Merging:
+    """The adapter, the text for measuring a merged model, and the text for rounding it."""
 
-    text: Annotated[
-        Path | None,
-        typer.Option("--text", metavar="FILE|DIR", help="Measures loss and perplexities."),
-    ] = None
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window of the text.")] = 512
-    num_windows: Annotated[int, typer.Option("--num-windows", min=1, help="Windows of the text.")] = 16
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", metavar="FILE|DIR", help="With --to requantized: GPTQ rounds with it."),
-    ] = None
+    adapter: Path = argument(..., "A folder of finetune.", "ADAPTER", show_default=False)
+    output: llm_options.Output
+    text: Path | None = option(None, "Measures loss and perplexities.", "FILE|DIR")
+    length: int = option(512, "Tokens of a window of the text.", min=2)
+    num_windows: int = option(16, "Windows of the text.", min=1)
+    calibration: Path | None = option(None, "With --to requantized: GPTQ rounds with it.", "FILE|DIR")
+    to: str = option(
+        "packed", "Rounded again; quantized again by GPTQ with --calibration; or in 16 bits.",
+        "packed|requantized|bfloat16|float16",
+    )  # fmt: skip
+    model: Path | None = option(None, "The model of the adapter, if it has moved.", "DIR")
+    max_loss: float = option(0.1, "Refuse a result that loses a larger share of the adapter's effect.", min=0.0)
+    trust_remote_code: llm_options.TrustRemoteCode = False
 
 
 @grouped
-def finetune(
-    model: llm_options.ModelFolder,
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", help="JSON lines: prompt and response, or messages, each.", show_default=False),
-    ],
-    output: llm_options.Output,
-    tuning: Annotated[Given, Tuning],
-    how: TrainingOptions,
-    say: SpeakingOptions,
-) -> None:
+def finetune(asked: TrainingData, tuning: Annotated[Given, Tuning], how: TrainingOptions, say: SpeakingOptions) -> None:
     """Train LoRA adapters on a model whose weights stay packed (QLoRA).
 
     Only responses are learned. The state is kept in OUTPUT.partial every so many steps; a run that was killed goes on
@@ -72,14 +68,14 @@ def finetune(
 
     torchrun --nproc-per-node 4 -m sparsebit.cli llm finetune llama-w4/ alpaca.jsonl -o adapter/ --device cuda
     """
-    check_folder_name(output)
+    check_folder_name(asked.output)
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from dataclasses import asdict
 
         from sparsebit.llm import finetune as run
 
         settings: dict[str, Any] = vars(how)
-        made = run(model, data, output, Tuning(**tuning), **settings)
+        made = run(asked.model, asked.data, asked.output, Tuning(**tuning), **settings)
         if not llm_options.is_first_process():
             return
         record = asdict(made) | {"folder": str(made.folder)}
@@ -95,35 +91,14 @@ def finetune(
 
 
 @grouped
-def merge(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder of finetune.", show_default=False)],
-    output: llm_options.Output,
-    measured: MergeText,
-    say: SpeakingOptions,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="packed|requantized|bfloat16|float16",
-            help="Rounded again; quantized again by GPTQ with --calibration; or in 16 bits.",
-        ),
-    ] = "packed",
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="The model of the adapter, if it has moved.")
-    ] = None,
-    max_loss: Annotated[
-        float,
-        typer.Option("--max-loss", min=0.0, help="Refuse a result that loses a larger share of the adapter's effect."),
-    ] = 0.1,
-    trust_remote_code: llm_options.TrustRemoteCode = False,
-) -> None:
+def merge(asked: Merging, say: SpeakingOptions) -> None:
     """Write an adapter and its model as one model, and report how much of the adapter's effect is lost.
 
     sparsebit llm merge adapter/ -o llama-tuned/ --to bfloat16
 
     sparsebit llm merge adapter/ -o llama-tuned-w4/ --to requantized --calibration books.txt --text heldout.txt
     """
-    check_folder_name(output)
+    check_folder_name(asked.output)
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from dataclasses import asdict
 
@@ -132,22 +107,21 @@ def merge(
         from sparsebit.llm.finetuning.merging import named_base
         from sparsebit.llm.models.hub_classes import load_tokenizer
 
-        tokens = None
-        if measured.text is not None:
-            tokenizer = load_tokenizer(model or named_base(adapter), trust_remote_code=trust_remote_code)
-            tokens = windows(token_stream(measured.text, tokenizer), measured.length, measured.num_windows)
+        tokens, trust = None, asked.trust_remote_code
+        if asked.text is not None:
+            tokenizer = load_tokenizer(asked.model or named_base(asked.adapter), trust_remote_code=trust)
+            tokens = windows(token_stream(asked.text, tokenizer), asked.length, asked.num_windows)
         made = run(
-            adapter,
-            output,
-            model=model,
-            kind=to,
+            *(asked.adapter, asked.output),
+            model=asked.model,
+            kind=asked.to,
             windows=tokens,
-            calibration=None if measured.calibration is None else Calibration(measured.calibration),
-            max_loss=max_loss,
-            trust_remote_code=trust_remote_code,
+            calibration=None if asked.calibration is None else Calibration(asked.calibration),
+            max_loss=asked.max_loss,
+            trust_remote_code=trust,
         )
         on = "on arbitrary tokens" if tokens is None else "on the text"
-        out.result(asdict(made) | {"folder": str(made.folder)}, facts_table(_merged_facts(made, to, on)))
+        out.result(asdict(made) | {"folder": str(made.folder)}, facts_table(_merged_facts(made, asked.to, on)))
 
 
 def _merged_facts(made: MergedModel, to: str, on: str) -> dict[str, str]:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from sparsebit.cli.llm import options as llm_options
-from sparsebit.cli.option_groups import SpeakingOptions, grouped
+from sparsebit.cli.option_groups import SpeakingOptions, grouped, option
 from sparsebit.cli.outputs.output import Output, speaking
 
 
-@dataclass(frozen=True)
-class TokenOptions:
-    """How tokens are chosen, how many, and whether the prompt uses the chat template."""
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What the model continues, how tokens are chosen, how many, and whether the chat template is used."""
 
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most.")] = 128
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Randomness of sampling; 0: always the likeliest token.")
-    ] = 0.0
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of sampling.")] = 0
-    compile_step: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile the step of a token first: a minute or more, then faster tokens."),
-    ] = False
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False
+    model: llm_options.ModelFolder
+    prompt: str = option(..., "The text to continue, or what the user says.", short="-p")
+    max_new_tokens: int = option(128, "Tokens at most.", min=1)
+    temperature: float = option(0.0, "Randomness of sampling; 0: always the likeliest token.", min=0.0)
+    seed: int = option(0, "Seed of sampling.", min=0)
+    compile_step: bool = option(
+        False, "Compile the step of a token first: a minute or more, then faster tokens.", name="--compile"
+    )
+    chat: bool = option(False, "Put the prompt into the model's chat template.")
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
@@ -36,13 +32,7 @@ class TokenOptions:
 
 
 @grouped
-def generate(
-    model: llm_options.ModelFolder,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue, or what the user says.")],
-    how: TokenOptions,
-    loading: llm_options.LoadOptions,
-    say: SpeakingOptions,
-) -> None:
+def generate(how: Generation, loading: llm_options.LoadOptions, say: SpeakingOptions) -> None:
     """Generate text; the weights of a packed model stay packed.
 
     sparsebit llm generate llama-w4/ -p "The ship left the harbour" --max-new-tokens 64
@@ -60,9 +50,9 @@ def generate(
 
         if how.compile_step and loading.single_device:
             raise ConfigError("--compile needs the whole model on the device; leave --compile or --single-device out")
-        tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
-        tokens = _tokens(tokenizer, model, prompt, how)
-        loaded = loading.load(model)
+        tokenizer = load_tokenizer(how.model, trust_remote_code=loading.trust_remote_code)
+        tokens = _tokens(tokenizer, how)
+        loaded = loading.load(how.model)
         need_embeddings(tokens, loaded)
         need_positions(tokens.shape[1] + how.max_new_tokens - 1, loaded, "--prompt, --max-new-tokens")
         tokens = tokens.to(loading.device)
@@ -80,50 +70,29 @@ def generate(
             streamer=None if say.json else _streamer(tokenizer, out),
             **settings,
         )
-        seconds = time.perf_counter() - started
-        paths = kernel_paths(loaded)
+        seconds, paths = time.perf_counter() - started, kernel_paths(loaded)
         made = given[0, tokens.shape[1] :]
         if say.json:
-            out.result(
-                {
-                    "prompt": prompt,
-                    "text": tokenizer.decode(made, skip_special_tokens=True),
-                    "tokens": len(made),
-                    "seconds": seconds,
-                    "compiling_seconds": compiling,
-                    "packed_layers": paths,
-                }
-            )
-        how_run = "blocks were streamed" if loading.single_device else f"packed layers: {_words(paths)}"
+            times = {"seconds": seconds, "compiling_seconds": compiling, "packed_layers": paths}
+            text = tokenizer.decode(made, skip_special_tokens=True)
+            out.result({"prompt": how.prompt, "text": text, "tokens": len(made), **times})
+        words = "; ".join(f"{count} {path}" for path, count in paths.items()) or "none"
+        how_run = "blocks were streamed" if loading.single_device else f"packed layers: {words}"
         first = f"compiled in {compiling:.0f} s; " if how.compile_step else ""
         out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
 
 
-def _tokens(tokenizer: Any, model: Path, prompt: str, how: TokenOptions) -> Any:
+def _tokens(tokenizer: Any, how: Generation) -> Any:
     from sparsebit.errors import ConfigError
+    from sparsebit.llm.models.calibration_text import rendered
 
-    if how.chat and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
-    text = _asked(tokenizer, prompt) if how.chat else prompt
+    text = how.prompt
+    if how.chat:
+        text = rendered(tokenizer, [{"role": "user", "content": text}], "--chat", add_generation_prompt=True)
     tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not how.chat)["input_ids"]
     if not tokens.numel():
         raise ConfigError("--prompt has no tokens; give some text to continue")
     return tokens
-
-
-def _asked(tokenizer: Any, prompt: str) -> str:
-    """The prompt in the model's chat template."""
-    from sparsebit.errors import ConfigError
-
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise any kind of exception
-        raise ConfigError(f"--chat: the model's chat template refuses the prompt ({error})") from error
-
-
-def _words(paths: dict[str, int]) -> str:
-    return "; ".join(f"{count} {path}" for path, count in paths.items()) or "none"
 
 
 def _streamer(tokenizer: Any, out: Output) -> Any:

@@ -9,44 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsebit.cli.option_groups import option
+
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="A model folder: config.json, safetensors, tokenizer.", show_default=False)
-]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR|ORG/NAME",
-        help="A model folder: config.json, safetensors, tokenizer; or a model of the Hugging Face hub.",
-        show_default=False,
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option("--revision", metavar="REV", help="For a model of the hub: a branch, tag or commit (main)."),
 ]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model; off unless given.")
 ]
-Adapter = Annotated[
-    Path | None, typer.Option("--adapter", metavar="DIR", help="An adapter of the model, as finetune writes it.")
-]
-SingleDevice = Annotated[
-    bool,
-    typer.Option("--single-device", help="For models larger than the device: two blocks at a time are in memory."),
-]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="A folder that does not exist yet; it appears whole.")
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Windows of text at once.")]
-Activations = Annotated[
-    str,
-    typer.Option(
-        "--activations",
-        metavar="float32|bfloat16|int8",
-        help="On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
-    ),
-]
 
 
 def is_first_process() -> bool:
@@ -58,23 +33,24 @@ def is_first_process() -> bool:
 class LoadOptions:
     """How a model is loaded: whole or streamed, with or without an adapter."""
 
-    adapter: Adapter = None
+    adapter: Path | None = option(None, "An adapter of the model, as finetune writes it.", "DIR")
     device: Device = "cpu"
-    single_device: SingleDevice = False
-    activations: Activations = "float32"
+    single_device: bool = option(False, "For models larger than the device: two blocks at a time are in memory.")
+    activations: str = option(
+        "float32",
+        "On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
+        "float32|bfloat16|int8",
+    )
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, folder: Path) -> Any:
         from sparsebit.llm import load, load_adapter, load_streamed
 
+        how: dict[str, Any] = {"device": self.device, "trust_remote_code": self.trust_remote_code}
         if self.single_device:
             wrong = "--adapter" if self.adapter else "--activations" if self.activations != "float32" else None
             if wrong is not None:
-                raise typer.BadParameter(
-                    f"not together with {wrong}: load the model whole", param_hint="--single-device"
-                )
-            return load_streamed(folder, device=self.device, trust_remote_code=self.trust_remote_code)
-        loaded = load(
-            folder, device=self.device, activations=self.activations, trust_remote_code=self.trust_remote_code
-        )
+                raise typer.BadParameter(f"not together with {wrong}: load it whole", param_hint="--single-device")
+            return load_streamed(folder, **how)
+        loaded = load(folder, activations=self.activations, **how)
         return loaded if self.adapter is None else load_adapter(loaded, self.adapter).eval()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsebit.cli.llm import options as llm_options
-from sparsebit.cli.option_groups import Given, SpeakingOptions, grouped
+from sparsebit.cli.option_groups import Given, SpeakingOptions, argument, grouped, option
 from sparsebit.cli.outputs.output import facts_table, kilobytes, speaking
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.llm.recipe import Calibration, Recipe
@@ -24,30 +24,28 @@ if TYPE_CHECKING:
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """The texts: for calibration, and to measure both models at the end."""
+    """The model, where to, and the texts: for calibration, and to measure both models at the end."""
 
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--text",
-            metavar="FILE|DIR",
-            help="Calibration text: a text file, .jsonl, a folder of these, a dataset; repeat it to mix several kinds.",
-        ),
-    ] = None
-    heldout: Annotated[
-        Path | None,
-        typer.Option(
-            "--heldout",
-            metavar="FILE|DIR",
-            help="Other text: the perplexity of the float and of the packed model on it is measured at the end.",
-        ),
-    ] = None
-    num_windows: Annotated[
-        int | None,
-        typer.Option("--num-windows", min=1, help="Windows of --heldout, from its beginning, of --length; all."),
-    ] = None
+    model: str = argument(
+        ...,
+        "A model folder: config.json, safetensors, tokenizer; or a model of the Hugging Face hub.",
+        "DIR|ORG/NAME",
+        show_default=False,
+    )
+    output: llm_options.Output
+    text: list[Path] | None = option(
+        None,
+        "Calibration text: a text file, .jsonl, a folder of these, a dataset; repeat it to mix several kinds.",
+        "FILE|DIR",
+    )
+    heldout: Path | None = option(
+        None,
+        "Other text: the perplexity of the float and of the packed model on it is measured at the end.",
+        "FILE|DIR",
+    )
+    num_windows: int | None = option(None, "Windows of --heldout, from its beginning, of --length; all.", min=1)
 
     def calibration(self, drawn: Mapping[str, Any]) -> Calibration | None:
         """`drawn`: the given calibration options; `--length` also applies to the held-out windows."""
@@ -64,24 +62,20 @@ class RunOptions:
     """How the run computes; only `dtype` changes the result."""
 
     batch_size: llm_options.BatchSize = 4
-    memory_budget: Annotated[
-        int | None,
-        typer.Option(
-            "--memory-budget",
-            min=1,
-            help="MiB of hidden states in memory; the rest is on disk (half of the free memory, 1024 to 8192).",
-        ),
-    ] = None
+    memory_budget: int | None = option(
+        None, "MiB of hidden states in memory; the rest is on disk (half of the free memory, 1024 to 8192).", min=1
+    )
     device: llm_options.Device = "cpu"
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", metavar="TYPE", help="In which blocks compute: float32; rtn, gptq: bfloat16, float16."),
-    ] = "float32"
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Keep the folder without loading it with transformers.")
-    ] = False
-    revision: llm_options.Revision = None
+    dtype: str = option("float32", "In which blocks compute: float32; rtn, gptq: bfloat16, float16.", "TYPE")
+    no_check: bool = option(False, "Keep the folder without loading it with transformers.")
+    revision: str | None = option(None, "For a model of the hub: a branch, tag or commit (main).", "REV")
     trust_remote_code: llm_options.TrustRemoteCode = False
+    target: str = option(
+        "transformers",
+        "Choose groups and zero points so that this runtime stores the bits that are asked for.",
+        "llama.cpp|vllm|transformers|genai",
+        name="--for",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `sparsebit.llm.quantize`."""
@@ -99,21 +93,11 @@ class RunOptions:
 
 @grouped
 def quantize(
-    model: llm_options.Model,
-    output: llm_options.Output,
     text: TextOptions,
     recipe: Annotated[Given, Recipe],
     drawn: Annotated[Given, Calibration],
     how: RunOptions,
     say: SpeakingOptions,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="llama.cpp|vllm|transformers|genai",
-            help="Choose groups and zero points so that this runtime stores the bits that are asked for.",
-        ),
-    ] = "transformers",
 ) -> None:
     """Quantize the linear layers of a causal language model to 2, 3, 4 or 8 bits.
 
@@ -127,35 +111,30 @@ def quantize(
 
     sparsebit llm quantize llama/ -o llama-mixed/ --text books.txt --candidate-bits 2,3,4 --average-bits 3.2
     """
-    check_folder_name(output)
+    check_folder_name(text.output)
     with speaking(as_json=say.json, quiet=say.quiet) as out:
         from sparsebit.llm import quantize as run
-        from sparsebit.llm import recipe_for
+        from sparsebit.llm import recipe_for, token_stream, windows
         from sparsebit.llm.converting.targets import need_model
+        from sparsebit.llm.models.hub_classes import load_tokenizer
         from sparsebit.llm.models.hub_models import local_folder
 
-        chosen = recipe_for(target, **recipe)
+        chosen, trust = recipe_for(how.target, **recipe), how.trust_remote_code
         calibration = text.calibration(drawn)
         if how.dtype not in _DTYPES:
             raise typer.BadParameter(f"{how.dtype!r}; allowed: {', '.join(_DTYPES)}", param_hint="--dtype")
-        folder = local_folder(model, how.revision)
-        need_model(target, folder, trust_remote_code=how.trust_remote_code)
-        is_first, kept_back = llm_options.is_first_process(), None
-        if text.heldout is not None and is_first:
-            drawn_as = text.heldout, drawn.get("length", Calibration.length), text.num_windows
-            kept_back = _heldout_windows(folder, *drawn_as, trust_remote_code=how.trust_remote_code)
-        out.remark(f"quantizing {model} to {_format(chosen)} with {chosen.method}")
-        made = run(folder, output, chosen, calibration, **how.arguments())
-        measured = None
+        folder = local_folder(text.model, how.revision)
+        need_model(how.target, folder, trust_remote_code=trust)
+        is_first, kept_back, measured = llm_options.is_first_process(), None, None
+        if text.heldout is not None and is_first:  # read first, before hours of work, and cut as `llm eval` does
+            tokens = token_stream(text.heldout, load_tokenizer(folder, trust_remote_code=trust))
+            kept_back = windows(tokens, drawn.get("length", Calibration.length), text.num_windows)
+        out.remark(f"quantizing {text.model} to {_format(chosen)} with {chosen.method}")
+        made = run(folder, text.output, chosen, calibration, **how.arguments())
         if kept_back is not None:
-            measured = _heldout_perplexities(
-                *(folder, made.folder, kept_back),
-                batch_size=how.batch_size,
-                device=how.device,
-                trust_remote_code=how.trust_remote_code,
-            )
+            measured = _heldout_perplexities(folder, made.folder, kept_back, how)
         if is_first:
-            facts = {**_facts(made), "perplexity": _heldout_words(measured), "next": _next(target, made)}
+            facts = {**_facts(made), "perplexity": _heldout_words(measured), "next": _next(how.target, made)}
             tables = [*_allocation_table(made.allocation), *_experts_table(made.experts), facts_table(facts)]
             out.result({**_record(made), "perplexity": measured}, *tables)
 
@@ -194,9 +173,11 @@ def _record(made: QuantizedModel) -> dict[str, Any]:
 
 
 def _facts(made: QuantizedModel) -> dict[str, str]:
-    check = made.check
+    check, mixed = made.check, made.allocation
     facts = {
-        "mixed bits": _mixed(made.allocation),
+        "mixed bits": ""
+        if mixed is None
+        else f"{mixed.average_bits:.3f} in the mean; loss of a token about {mixed.cost:.3f} nats higher",
         "written": str(made.folder),
         "source": "" if made.source is None else f"{made.source.name} at commit {made.source.revision}",
         "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
@@ -233,12 +214,6 @@ def _next(target: str, made: QuantizedModel) -> str:
         return ""
     output = made.folder.with_name(f"{made.folder.name}{'.gguf' if file_format == 'gguf' else '-onnx'}")
     return f"sparsebit llm convert {made.folder} -o {output} --to {file_format}"
-
-
-def _mixed(allocation: BitAllocation | None) -> str:
-    if allocation is None:
-        return ""
-    return f"{allocation.average_bits:.3f} in the mean; loss of a token about {allocation.cost:.3f} nats higher"
 
 
 def _experts(experts: Mapping[str, ExpertCalibration]) -> str:
@@ -295,37 +270,16 @@ def _allocation_table(allocation: BitAllocation | None) -> list[Table]:
     return [table]
 
 
-# --- perplexity on held-out text
-
-
-def _heldout_windows(
-    model: Path, text: Path, length: int, num_windows: int | None, *, trust_remote_code: bool
-) -> Tensor:
-    """The windows of the text, as `sparsebit llm eval` cuts them; read first, before hours of work."""
-    from sparsebit.llm import token_stream, windows
-    from sparsebit.llm.models.hub_classes import load_tokenizer
-
-    return windows(token_stream(text, load_tokenizer(model, trust_remote_code=trust_remote_code)), length, num_windows)
-
-
-def _heldout_perplexities(
-    model: Path, packed: Path, tokens: Tensor, *, batch_size: int, device: str, trust_remote_code: bool
-) -> dict[str, Any]:
+def _heldout_perplexities(model: Path, packed: Path, tokens: Tensor, how: RunOptions) -> dict[str, Any]:
     """Perplexities of both models; blocks are streamed, so that models larger than the memory are measured too."""
     from sparsebit.llm import load_streamed, perplexity
 
+    loading: dict[str, Any] = {"device": how.device, "trust_remote_code": how.trust_remote_code}
     before, after = (
-        perplexity(
-            load_streamed(folder, device=device, trust_remote_code=trust_remote_code), tokens, batch_size=batch_size
-        )
-        for folder in (model, packed)
+        perplexity(load_streamed(folder, **loading), tokens, batch_size=how.batch_size) for folder in (model, packed)
     )
-    return {
-        "float": before.value,
-        "packed": after.value,
-        "windows": before.num_windows,
-        "length": int(tokens.shape[1]),
-    }
+    sizes = {"windows": before.num_windows, "length": int(tokens.shape[1])}
+    return {"float": before.value, "packed": after.value, **sizes}
 
 
 def _heldout_words(found: dict[str, Any] | None) -> str:

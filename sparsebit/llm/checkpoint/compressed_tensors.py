@@ -1,8 +1,10 @@
-"""The formats of compressed-tensors, which transformers and vLLM read: `pack-quantized`; floats: `float_formats.py`.
+"""The formats of compressed-tensors, which transformers and vLLM read: `pack-quantized`, and three for float weights.
 
-A layer `NAME` has `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and if it
-is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. The config's
-`quantization_config` says which layers have which number format.
+A packed layer `NAME` has `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and
+if it is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. A float layer has
+`NAME.weight` (fp8) or `NAME.weight_packed` (two 4-bit numbers in a byte), `NAME.weight_scale`, and for nvfp4
+`NAME.weight_global_scale`, by which the scales are divided. The config's `quantization_config` says which layers have
+which number format.
 """
 
 from __future__ import annotations
@@ -16,29 +18,42 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, DeploymentError
-from sparsebit.llm.checkpoint import float_formats
-from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.layers.float_kinds import GROUPS
+from sparsebit.llm.checkpoint.layer_format import LayerFormat, WeightKind, layer_parts
+from sparsebit.llm.layers.float_kinds import GROUPS, FloatKind
 from sparsebit.llm.layers.float_weight import FloatWeight, Weight
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
 log = logging.getLogger(__name__)
-_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-_INTEGERS = "pack-quantized"
+_SUFFIXES: dict[WeightKind, tuple[str, ...]] = {
+    "int": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "fp8": ("weight", "weight_scale"),
+    "mxfp4": ("weight_packed", "weight_scale"),
+    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
+}
+FORMATS: dict[WeightKind, str] = {"int": "pack-quantized", "fp8": "float-quantized"}
+FORMATS |= {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+# The types of the scales, as compressed-tensors names them; without them it takes a group of 32 for other 4-bit floats.
+_FLOATS: dict[FloatKind, dict[str, Any]] = {
+    "fp8": {"num_bits": 8, "strategy": "channel", "observer": "minmax"},
+    "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+}
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 def suffixes(layer: LayerFormat) -> tuple[str, ...]:
     """The suffixes of a layer's tensors in the files; the first is always there."""
-    return _SUFFIXES if layer.kind == "int" else float_formats.SUFFIXES[layer.kind]
+    return _SUFFIXES[layer.kind]
 
 
 def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
     """The tensors of a file for the layer that the file calls `name`."""
     if isinstance(packed, FloatWeight):
-        return float_formats.layer_tensors(name, packed)
+        values = (packed.qweight, packed.scales, *(() if packed.divisor is None else (packed.divisor,)))
+        return {f"{name}.{suffix}": value for suffix, value in zip(_SUFFIXES[packed.kind], values, strict=True)}
     tensors = {
         f"{name}.weight_packed": packed.qweight,
         f"{name}.weight_scale": packed.scales,
@@ -52,40 +67,31 @@ def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
 def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> Weight:
     """The inverse of `layer_tensors`; the number format is that of the config."""
     if layer.kind != "int":
-        return float_formats.read_layer(tensors, name, layer.kind)
-    missing = [key for key in ("weight_packed", "weight_scale", "weight_shape") if f"{name}.{key}" not in tensors]
-    missing += [] if layer.symmetric or f"{name}.weight_zero_point" in tensors else ["weight_zero_point"]
-    if missing:
-        raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
-    out_features, in_features = tensors[f"{name}.weight_shape"].tolist()
-    words = tensors[f"{name}.weight_packed"]
-    has_gaps = _has_gaps(words, layer.bits, in_features)
-    words = _without_gaps(words, layer.bits, in_features) if has_gaps else words
-    zeros = None
-    stored = tensors.get(f"{name}.weight_zero_point")
+        return FloatWeight(layer.kind, *layer_parts(tensors, name, _SUFFIXES[layer.kind]))
+    words, scales, shape, *_ = layer_parts(tensors, name, _SUFFIXES["int"][: 3 if layer.symmetric else 4])
+    out_features, in_features = shape.tolist()
+    # compressed-tensors before 0.18 packed 3 bits so that no code reaches into the next word.
+    has_gaps = num_words(in_features, layer.bits) != words.shape[-1] == -(-in_features // (WORD // layer.bits))
+
+    def dense(words: Tensor, num_codes: int) -> Tensor:
+        return _without_gaps(words, layer.bits, num_codes) if has_gaps else words
+
+    problem = zeros = None
+    stored, size = tensors.get(f"{name}.weight_zero_point"), layer.group_size or in_features
     if stored is not None and stored.dtype == torch.int32:
-        stored = stored.mT.contiguous()
-        stored = _without_gaps(stored, layer.bits, out_features) if has_gaps else stored
-        zeros = unpack(stored, layer.bits, out_features).mT.contiguous()
+        zeros = unpack(dense(stored.mT.contiguous(), out_features), layer.bits, out_features).mT.contiguous()
     if layer.symmetric and stored is not None:
         if bool(stored.any() if zeros is None else (zeros != 1 << layer.bits - 1).any()):
-            raise CheckpointError(f"layer {name} has zero points, and its config says that it is symmetric")
+            problem = "zero points, and its config says that it is symmetric"
         zeros = None
-    if not layer.symmetric and zeros is None:
-        raise CheckpointError(f"layer {name} has zero points that are not packed: only packed ones are read")
-    scales, size = tensors[f"{name}.weight_scale"], layer.group_size or in_features
+    elif not layer.symmetric and zeros is None:
+        problem = "zero points that are not packed: only packed ones are read"
     order = tensors.get(f"{name}.weight_g_idx")
     if order is not None and not bool(((order < 0) | (order == torch.arange(in_features) // size)).all()):
-        raise CheckpointError(
-            f"layer {name}: its columns are in groups by activation (weight_g_idx), not side by side: only files with "
-            "static groups are read"
-        )
-    return PackedWeight(words, scales, zeros, layer.bits, size, in_features)
-
-
-def _has_gaps(words: Tensor, bits: int, num_codes: int) -> bool:
-    """Whether no code reaches into the next word: compressed-tensors before 0.18 packed 3 bits so."""
-    return num_words(num_codes, bits) != words.shape[-1] == -(-num_codes // (WORD // bits))
+        problem = "columns in groups by activation (weight_g_idx), not side by side: only static groups are read"
+    if problem is not None:
+        raise CheckpointError(f"layer {name} has {problem}")
+    return PackedWeight(dense(words, in_features), scales, zeros, layer.bits, size, in_features)
 
 
 def _without_gaps(words: Tensor, bits: int, num_codes: int) -> Tensor:
@@ -98,26 +104,20 @@ def _without_gaps(words: Tensor, bits: int, num_codes: int) -> Tensor:
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` of a model: the format of each layer by module name, and the layers that are float.
 
-    One format for all layers is written for the class `Linear`; several are written for the layers by name. Experts
-    have one format in all blocks, in one pattern: transformers finds it by the word `experts`, and reads no zero
-    points.
+    One format for all layers is written for the class `Linear`, several for layers by name. Experts have one format in
+    all blocks, in one pattern: transformers finds it by the word `experts`, and reads no zero points.
     """
     of_experts = {layer for name, layer in layers.items() if _EXPERTS.search(name)}
     if len(of_experts) > 1 or any(not layer.symmetric for layer in of_experts):
-        raise DeploymentError(
-            f"experts of the formats {', '.join(map(str, of_experts))}: transformers reads one symmetric format for "
-            "all experts of a model"
-        )
+        given = ", ".join(map(str, of_experts))
+        raise DeploymentError(f"experts of the formats {given}: transformers reads one symmetric format for all")
     formats = list(dict.fromkeys(layers.values()))
     groups: dict[str, Any] = {}
     for number, layer in enumerate(formats):
         names = [name for name, found in layers.items() if found == layer]
         targets = [f"re:^{re.escape(name)}$" for name in names if not _EXPERTS.search(name)]
         targets += [_EXPERTS_TARGET] if layer in of_experts else []
-        groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(formats) == 1 else targets,
-            **(_scheme(layer) if layer.kind == "int" else float_formats.scheme(layer.kind)),
-        }
+        groups[f"group_{number}"] = {"targets": ["Linear"] if len(formats) == 1 else targets, **_scheme(layer)}
     found = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -134,33 +134,27 @@ def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> di
 
 
 def _scheme(layer: LayerFormat) -> dict[str, Any]:
-    return {
-        "weights": {
-            "num_bits": layer.bits,
-            "type": "int",
-            "symmetric": layer.symmetric,
-            "strategy": "group" if layer.group_size else "channel",
-            "group_size": layer.group_size or None,
-            "dynamic": False,
-            "observer": "minmax",
-        },
-        "input_activations": None,
-        "output_activations": None,
-        "format": _INTEGERS,
-    }
+    """The settings of a group of the config, besides its targets."""
+    if layer.kind == "int":
+        strategy = "group" if layer.group_size else "channel"
+        weights = {"num_bits": layer.bits, "type": "int", "symmetric": layer.symmetric, "strategy": strategy}
+        weights |= {"group_size": layer.group_size or None, "dynamic": False, "observer": "minmax"}
+    else:
+        weights = {**_FLOATS[layer.kind], "type": "float", "symmetric": True, "dynamic": False}
+        weights |= {} if layer.kind == "fp8" else {"zp_dtype": weights["scale_dtype"]}
+    inputs = _TOKENS if layer.kind == "fp8" else None
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": FORMATS[layer.kind]}
 
 
 def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, LayerFormat]:
     """The format of each quantized layer of a model whose linear layers have these names."""
-    known = (_INTEGERS, *float_formats.FORMATS.values())
-    if config.get("quant_method") != "compressed-tensors" or config.get("format") not in known:
+    known, method, form = FORMATS.values(), config.get("quant_method"), config.get("format")
+    unread = {key: config[key] for key in ("transform_config", "sparsity_config") if config.get(key)}
+    if method != "compressed-tensors" or form not in known or unread:
         raise CheckpointError(
-            f"quantization {config.get('quant_method')!r} of format {config.get('format')!r}: allowed: "
-            f"compressed-tensors of format {', '.join(known)}"
+            f"quantization {method!r} of format {form!r} with {unread or 'no transforms'}: allowed: compressed-tensors "
+            f"of format {', '.join(known)}, without transforms and sparsity"
         )
-    for key in ("transform_config", "sparsity_config"):
-        if config.get(key):
-            raise CheckpointError(f"compressed-tensors with {key} {config[key]}: such a model cannot be run here")
     if config.get("kv_cache_scheme"):
         log.warning("kv_cache_scheme %s: the cache of keys and values stays float here", config["kv_cache_scheme"])
     found: dict[str, LayerFormat] = {}
@@ -179,26 +173,27 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
 
 
 def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
-    weights = group.get("weights") or {}
-    strategy = weights.get("strategy")
-    activations = group.get("input_activations") or group.get("output_activations")
-    kind = float_formats.kind_of(group, name)
-    if kind is not None:
-        return LayerFormat(8 if kind == "fp8" else 4, GROUPS[kind], True, kind)
-    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or activations:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    strategy, kind = weights.get("strategy"), weights.get("type", "int")
+    given = {key: weights.get(key) for key in ("num_bits", "strategy", "symmetric")}
+    for name_of, wanted in _FLOATS.items() if kind == "float" else ():
+        has_tokens = bool(inputs) and all(inputs.get(key) == value for key, value in _TOKENS.items())
+        is_grouped = GROUPS[name_of] in (0, weights.get("group_size"))
+        is_same = given == {"num_bits": wanted["num_bits"], "strategy": wanted["strategy"], "symmetric": True}
+        if is_same and is_grouped and (has_tokens if name_of == "fp8" else not inputs):
+            return LayerFormat(wanted["num_bits"], GROUPS[name_of], True, name_of)
+    if kind != "int" or strategy not in ("group", "channel") or inputs or group.get("output_activations"):
         raise CheckpointError(
-            f"layer {name}: {weights.get('type')} weights of strategy {strategy!r}, activations "
-            f"{activations}: allowed: int weights of strategy group or channel, float activations"
+            f"layer {name}: {kind} weights {weights} with activations {inputs or group.get('output_activations')}: "
+            "allowed: int weights of strategy group or channel, mxfp4 and nvfp4, with float activations; fp8 per row "
+            "with dynamic activations per token"
         )
     size = int(weights["group_size"]) if strategy == "group" else 0
     return LayerFormat(int(weights["num_bits"]), size, bool(weights.get("symmetric", True)))
 
 
 def _specificity(target: str, name: str) -> int | None:
-    """0 if the target is the layer's name; 1 for a pattern that matches it; 2 for its class; None if none applies.
-
-    As in compressed-tensors, the smallest decides if several groups match a layer, then the order of the targets.
-    """
+    """0: the layer's name; 1: a pattern that matches; 2: its class; None: not it. The smallest decides among groups."""
     if target.startswith("re:"):
         return 1 if re.match(target.removeprefix("re:"), name) else None
     return 0 if target == name else 2 if target == "Linear" else None

@@ -1,7 +1,6 @@
 """Checkpoints of the first Sparsebit's LLaMA quantization: pack32, and pack8 of its QLoRA.
 
-A pickle with `model`, the tensors by name. A layer `NAME` has, along the inputs and with the lowest bits
-first:
+A pickle with `model`, the tensors by name. A layer `NAME` has, along the inputs and with the lowest bits first:
 
 | | pack32 | pack8 |
 |---|---|---|
@@ -16,6 +15,7 @@ The files use names of an early LLaMA in transformers, which are translated. The
 from __future__ import annotations
 
 import argparse
+import functools
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
+from sparsebit.llm.checkpoint.layer_format import layer_parts
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD
 
@@ -47,54 +48,35 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read without running code ({first})") from None
     tensors: Any = found.get("model") if isinstance(found, dict) else None
     if not isinstance(tensors, dict) or not any(str(name).endswith(".qweight") for name in tensors):
-        raise CheckpointError(
-            f"{path} is not a checkpoint of the first Sparsebit (pack32 or pack8): it has no packed layers in 'model'"
-        )
-    return {_today(str(name)): value for name, value in tensors.items() if isinstance(value, Tensor)}
+        raise CheckpointError(f"{path} is not a checkpoint of the first Sparsebit: it has no packed layers in 'model'")
+    today = functools.partial(functools.reduce, lambda found, names: found.replace(*names), _RENAMED)
+    return {today(str(name)): value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def read_layer(tensors: Mapping[str, Tensor], name: str, in_features: int, path: Path) -> PackedWeight:
     """One layer; `in_features` is that of the architecture."""
-    missing = [suffix for suffix in ("qweight", "scales", "zeros") if f"{name}.{suffix}" not in tensors]
-    if missing:
-        raise CheckpointError(f"{path}: layer {name} has no {', '.join(missing)}")
-    words = _words(tensors[f"{name}.qweight"], name, path)
+    qweight, scales, zeros = layer_parts(tensors, name, ("qweight", "scales", "zeros"))
+    is_words = qweight.dtype == torch.int32
+    given = f"codes {tuple(qweight.shape)} of {qweight.dtype}, scales {tuple(scales.shape)}"
+    words = qweight.t() if is_words else qweight.t().contiguous()
+    if not is_words and (qweight.dtype != torch.int8 or qweight.shape[0] % 4):
+        raise CheckpointError(f"{path}: layer {name} has {given}: pack32 has int32, pack8 int8, four rows for a word")
+    words = words.view(torch.int32)
     bits, rest = divmod(words.shape[1] * WORD, in_features)
-    scales, products = (tensors[f"{name}.{suffix}"].flatten(1).float() for suffix in ("scales", "zeros"))
+    scales, products = scales.flatten(1).float(), zeros.flatten(1).float()
+    problem, top = None, (1 << bits) - 1
     if rest or bits not in _BITS or scales.shape != products.shape or in_features % scales.shape[1]:
-        raise CheckpointError(
-            f"{path}: layer {name} has codes {tuple(tensors[f'{name}.qweight'].shape)} and scales "
-            f"{tuple(tensors[f'{name}.scales'].shape)}: these are not those of {in_features} inputs in 2, 3 or 4 bits"
-        )
-    wanted = products / scales
-    zeros = wanted.round()
-    is_whole = bool(((wanted - zeros).abs() <= _MOST_OFF).all())
-    if not is_whole or not bool(((zeros >= 0) & (zeros < 1 << bits) & (scales > 0)).all()):
-        raise CheckpointError(
-            f"{path}: layer {name} has zero points that are not whole numbers from 0 to {(1 << bits) - 1}, or scales "
-            "that are not positive"
-        )
+        problem = f"{given}: these are not those of {in_features} inputs in 2, 3 or 4 bits"
+    else:
+        zeros = (products / scales).round()
+        is_whole = (products / scales - zeros).abs() <= _MOST_OFF
+        if not bool((is_whole & (zeros >= 0) & (zeros <= top) & (scales > 0)).all()):
+            problem = f"zero points that are not whole numbers from 0 to {top}, or scales that are not positive"
+    if problem is not None:
+        raise CheckpointError(f"{path}: layer {name} has {problem}")
     size = in_features // scales.shape[1]
     return PackedWeight(words.contiguous(), scales.contiguous(), zeros.to(torch.uint8), bits, size, in_features)
-
-
-def _words(qweight: Tensor, name: str, path: Path) -> Tensor:
-    """The words of each row of the layer's weight, `(out, words)` int32."""
-    if qweight.dtype == torch.int32:
-        return qweight.t()
-    if qweight.dtype != torch.int8 or qweight.shape[0] % 4:
-        raise CheckpointError(
-            f"{path}: layer {name} has codes of type {qweight.dtype} and shape {tuple(qweight.shape)}: pack32 has "
-            "int32, pack8 int8, four rows for a word"
-        )
-    return qweight.t().contiguous().view(torch.int32)
-
-
-def _today(name: str) -> str:
-    for old, new in _RENAMED:
-        name = name.replace(old, new)
-    return name

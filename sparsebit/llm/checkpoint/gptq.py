@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, DeploymentError
-from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.checkpoint.layer_format import LayerFormat, layer_parts
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, pack, unpack
 from sparsebit.version import __version__
@@ -31,15 +31,23 @@ def layer_tensors(name: str, packed: PackedWeight, version: Version) -> dict[str
     refusal = why_not(packed, version)
     if refusal is not None:
         raise DeploymentError(f"layer {name} has {refusal}")
-    zeros = packed.zeros
-    if zeros is None:
-        zeros = torch.full(packed.scales.shape, 1 << packed.bits - 1, dtype=torch.uint8)
+    return file_tensors(name, packed, zero_points(packed) - (1 if version == 1 else 0), torch.float16)
+
+
+def file_tensors(name: str, packed: PackedWeight, zeros: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors with these zero points `(out, groups)` in the file, and scales in `dtype`."""
     return {
         f"{name}.qweight": packed.qweight.t().contiguous(),
-        f"{name}.qzeros": pack(zeros.t() - (1 if version == 1 else 0), packed.bits),
-        f"{name}.scales": packed.scales.t().to(torch.float16).contiguous(),
+        f"{name}.qzeros": pack(zeros.t(), packed.bits),
+        f"{name}.scales": packed.scales.t().to(dtype).contiguous(),
         f"{name}.g_idx": (torch.arange(packed.in_features) // packed.group_size).to(torch.int32),
     }
+
+
+def zero_points(packed: PackedWeight) -> Tensor:
+    if packed.zeros is not None:
+        return packed.zeros
+    return torch.full_like(packed.scales, 1 << packed.bits - 1, dtype=torch.uint8)
 
 
 def why_not(packed: PackedWeight, version: Version) -> str | None:
@@ -55,48 +63,33 @@ def why_not(packed: PackedWeight, version: Version) -> str | None:
 
 def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat, version: Version) -> PackedWeight:
     """The inverse of `layer_tensors`; the number format is that of the config."""
-    missing = [key for key in ("qweight", "qzeros", "scales") if f"{name}.{key}" not in tensors]
-    if missing:
-        raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
-    qweight, scales = tensors[f"{name}.qweight"].t().contiguous(), tensors[f"{name}.scales"].t().contiguous()
+    qweight, qzeros, scales = (part.contiguous() for part in layer_parts(tensors, name, SUFFIXES[:3]))
+    qweight, scales, middle = qweight.t().contiguous(), scales.t().contiguous(), 1 << layer.bits - 1
     in_features = qweight.shape[1] * WORD // layer.bits
     size = layer.group_size or in_features
-    order = tensors.get(f"{name}.g_idx")
+    zeros = unpack(qzeros, layer.bits, len(scales)).t().contiguous()
+    is_wrapped = version == 1 and bool((zeros == (1 << layer.bits) - 1).any())
+    zeros += 2 - version
+    order, problem = tensors.get(f"{name}.g_idx"), None
     if order is not None and not torch.equal(order.long(), torch.arange(in_features) // size):
-        raise CheckpointError(
-            f"layer {name}: its columns are in groups by activation (desc_act), not side by side: only files with "
-            "static groups are read"
-        )
-    zeros = unpack(tensors[f"{name}.qzeros"].contiguous(), layer.bits, len(scales)).t().contiguous()
-    if version == 1:
-        if bool((zeros == (1 << layer.bits) - 1).any()):
-            raise CheckpointError(
-                f"layer {name}: a zero point that GPTQ's version 1 cannot store; its readers disagree about it. Write "
-                "the file again in version 2"
-            )
-        zeros += 1
-    if layer.symmetric:
-        if not bool((zeros == 1 << layer.bits - 1).all()):
-            raise CheckpointError(f"layer {name} has other zero points than {1 << layer.bits - 1}, and is symmetric")
-        return PackedWeight(qweight, scales, None, layer.bits, size, in_features)
-    return PackedWeight(qweight, scales, zeros, layer.bits, size, in_features)
+        problem = "columns in groups by activation (desc_act), not side by side: only static groups are read"
+    elif is_wrapped:
+        problem = "a zero point that version 1 cannot store: readers disagree about it. Write the file in version 2"
+    elif layer.symmetric and not bool((zeros == middle).all()):
+        problem = f"other zero points than {middle}, and is symmetric"
+    if problem is not None:
+        raise CheckpointError(f"layer {name} has {problem}")
+    return PackedWeight(qweight, scales, None if layer.symmetric else zeros, layer.bits, size, in_features)
 
 
 def make_config(layers: Mapping[str, LayerFormat], version: Version) -> dict[str, Any]:
     """The `quantization_config` of a model: the commonest format for all layers, and the others by name (`dynamic`)."""
     usual = Counter(layers.values()).most_common(1)[0][0]
-    config: dict[str, Any] = {
-        "quant_method": "gptq",
-        "checkpoint_format": _NAMES[version],
-        **_entry(usual),
-        "desc_act": False,
-        "static_groups": False,
-        "true_sequential": True,
-        "lm_head": False,
-        "meta": {"quantizer": [f"sparsebit:{__version__}"]},
-    }
+    flags = {"desc_act": False, "static_groups": False, "true_sequential": True, "lm_head": False}
+    meta = {"quantizer": [f"sparsebit:{__version__}"]}
+    names: dict[str, Any] = {"quant_method": "gptq", "checkpoint_format": _NAMES[version]}
     others = {f"+:^{re.escape(name)}$": _entry(layer) for name, layer in layers.items() if layer != usual}
-    return config | ({"dynamic": others} if others else {})
+    return {**names, **_entry(usual), **flags, "meta": meta, **({"dynamic": others} if others else {})}
 
 
 def read_config(config: Mapping[str, Any], packed_names: list[str]) -> tuple[dict[str, LayerFormat], Version]:
@@ -104,11 +97,10 @@ def read_config(config: Mapping[str, Any], packed_names: list[str]) -> tuple[dic
     # `format` is the newer key; if both are given, transformers uses the older one.
     name = str(config.get("checkpoint_format") or config.get("format") or _NAMES[1]).lower()
     versions: dict[str, Version] = {text: number for number, text in _NAMES.items()}
-    if name not in versions:
-        raise CheckpointError(f"GPTQ files of format {name!r}: allowed: {', '.join(versions)}")
     words = str(config.get("pack_dtype") or "int32")
-    if words != "int32":
-        raise CheckpointError(f"GPTQ files with pack_dtype {words!r}: allowed: int32")
+    if name not in versions or words != "int32":
+        known = ", ".join(versions)
+        raise CheckpointError(f"GPTQ files of format {name!r}, pack_dtype {words!r}: allowed: {known}; int32")
     found: dict[str, LayerFormat] = {}
     for layer in packed_names:
         entry = dict(config)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError
 
 WeightKind = Literal["int", "fp8", "mxfp4", "nvfp4"]
 
@@ -16,3 +21,11 @@ class LayerFormat:
     group_size: int
     symmetric: bool
     kind: WeightKind = "int"
+
+
+def layer_parts(tensors: Mapping[str, Tensor], name: str, suffixes: Sequence[str]) -> list[Tensor]:
+    """The tensors of the layer `name` in a file; one that the file lacks is an error."""
+    missing = [suffix for suffix in suffixes if f"{name}.{suffix}" not in tensors]
+    if missing:
+        raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
+    return [tensors[f"{name}.{suffix}"] for suffix in suffixes]

@@ -5,20 +5,68 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from sparsebit.folders import write_text
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
-from sparsebit.llm.checkpoint.finished_block import FinishedBlock
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.layers.float_kinds import FLOAT_KINDS
+from sparsebit.llm.layers.float_weight import FloatWeight, Weight
+from sparsebit.llm.layers.packed_weight import PackedWeight
+from sparsebit.llm.models.architectures import Stages
 from sparsebit.llm.models.file_checksums import CHECKSUMS
-from sparsebit.llm.models.shards import Shards
+from sparsebit.llm.models.input_scaling import ScaledInput
+from sparsebit.llm.models.model_folder import Shards
 from sparsebit.llm.models.skeleton import Skeleton
 
-_NOT_COPIED = (CHECKSUMS, ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_OTHER = "other:"
 
+
+@dataclass(frozen=True)
+class FinishedBlock:
+    """The result for a block: its packed layers by name, and `others`, its other tensors that have changed.
+
+    `tokens`: how many calibration tokens each expert layer has read. `scales`: how inputs were scaled. `stages`:
+    groups of layers that read one input.
+    """
+
+    layers: Mapping[str, Weight]
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: Mapping[str, ScaledInput] = field(default_factory=dict)
+    stages: Stages = ()
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors and facts of a file."""
+        tensors: dict[str, Tensor] = {f"{_OTHER}{name}": value for name, value in self.others.items()}
+        for name, packed in self.layers.items():
+            tensors |= packed.to_tensors(name)
+        facts = {
+            "tokens": json.dumps(dict(self.tokens)),
+            "stages": json.dumps(self.stages),
+            "scales": json.dumps({name: asdict(scaled) for name, scaled in self.scales.items()}),
+        }
+        return tensors, facts
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> FinishedBlock:
+        """The block that `to_tensors` wrote."""
+        names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+        layers: dict[str, Weight] = {name: PackedWeight.from_tensors(tensors, name) for name in names}
+        for kind in FLOAT_KINDS:
+            floats = [name.removesuffix(f".{kind}") for name in tensors if name.endswith(f".{kind}")]
+            layers |= {name: FloatWeight.from_tensors(tensors, name) for name in floats}
+        others = {name.removeprefix(_OTHER): value for name, value in tensors.items() if name.startswith(_OTHER)}
+        scales = {name: ScaledInput(**record) for name, record in json.loads(facts["scales"]).items()}
+        stages = tuple(map(tuple, json.loads(facts["stages"])))
+        return cls(layers, json.loads(facts["tokens"]), others, scales, stages)
+
+
+_NOT_COPIED = (CHECKSUMS, ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the usual one
 
 
@@ -30,16 +78,17 @@ def write_packed_folder(
     formats: Mapping[str, LayerFormat],
     ignored: Sequence[str],
 ) -> None:
-    """Write config, tokenizer and shards to `target`; one block is in memory at a time.
-
-    `block_of(number)`: returns a finished block. `formats`: of all layers by module name.
-    """
+    """Write config, tokenizer and shards, one block in memory at a time; `formats`: of all layers by module name."""
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(skeleton.folder.path, target)
-    config = {**skeleton.folder.config, "quantization_config": make_config(formats, ignored)}
-    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+    write_config(target, skeleton.folder.config | {"quantization_config": make_config(formats, ignored)})
     replaced = {skeleton.names[f"{name}.weight"] for name in formats}
-    owner = _block_of_file(skeleton, block_paths)
+    owner = {
+        file: number
+        for name, file in skeleton.names.items()
+        for number, path in enumerate(block_paths)
+        if name.startswith(f"{path}.")
+    }
     shards = Shards(target, len(block_paths) + 1)
     for number in range(-1, len(block_paths)):  # -1: what is in no block
         names = [name for name in skeleton.folder if owner.get(name, -1) == number and name not in replaced]
@@ -51,25 +100,17 @@ def write_packed_folder(
     shards.finish()
 
 
+def write_config(target: Path, config: Mapping[str, Any]) -> None:
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+
+
 def _made(skeleton: Skeleton, path: str, block: FinishedBlock) -> dict[str, Tensor]:
     """The packed layers of a block, and its other tensors that have changed, by their names in the files."""
-    tensors = {
-        skeleton.names[f"{path}.{name}"]: skeleton.in_files(f"{path}.{name}", value)
-        for name, value in block.others.items()
-    }
+    others = {f"{path}.{name}": value for name, value in block.others.items()}
+    tensors = {skeleton.names[name]: skeleton.in_files(name, value) for name, value in others.items()}
     for name, packed in block.layers.items():
         tensors |= layer_tensors(skeleton.names[f"{path}.{name}.weight"].removesuffix(".weight"), packed)
     return tensors
-
-
-def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, int]:
-    """The number of the block that each tensor of the files belongs to."""
-    found: dict[str, int] = {}
-    for model_name, file_name in skeleton.names.items():
-        for number, path in enumerate(block_paths):
-            if model_name.startswith(f"{path}."):
-                found[file_name] = number
-    return found
 
 
 def copy_small_files(source: Path, target: Path) -> None:

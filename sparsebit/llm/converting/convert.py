@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
-from sparsebit.folders import flush, need_new, put_in_place, staging_folder, write_text
+from sparsebit.folders import flush, need_new, put_in_place, staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.checkpoint.packed_folder import copy_small_files
-from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
+from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_config
+from sparsebit.llm.checkpoint.packed_source import PackedSource, float_layers, packed_source
 from sparsebit.llm.converting.genai_folder import builder_tensors, genai_package, run_builder, warn_of_tokens, why_not
-from sparsebit.llm.converting.load_check import (
-    LoadCheck,
-    check_conversion,
-    check_genai,
-    check_gguf,
-    need_reader,
-)
-from sparsebit.llm.converting.vllm_rules import COMPRESSED_TENSORS, GPTQ, vllm_reasons
-from sparsebit.llm.gguf.file import gguf_package, write_gguf
-from sparsebit.llm.gguf.growth import warn_of_growth
-from sparsebit.llm.gguf.mixes import EXACT, MIXES, Mix, mix_of
+from sparsebit.llm.converting.load_check import LoadCheck, check_conversion, check_genai, check_gguf, need_reader
+from sparsebit.llm.converting.targets import COMPRESSED_TENSORS, GPTQ, vllm_reasons
+from sparsebit.llm.gguf.file import gguf_package, warn_of_growth, write_gguf
+from sparsebit.llm.gguf.tensors import EXACT, MIXES, Mix, mix_of
 from sparsebit.llm.layers.float_weight import Weight, integers
-from sparsebit.llm.models.architectures import architecture_of, blocks_of, linears
+from sparsebit.llm.models.architectures import architecture_of, blocks_of
 from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
-from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.model_folder import ModelFolder, Shards
 from sparsebit.llm.models.separate_experts import experts_in
-from sparsebit.llm.models.shards import Shards
 from sparsebit.llm.models.skeleton import Skeleton, empty_model
 
 
@@ -55,21 +47,20 @@ class _Format:
     tensors: Callable[[str, Weight], dict[str, Tensor]]
 
 
+def _gptq(version: gptq.Version) -> _Format:
+    return _Format(
+        lambda formats, _: gptq.make_config(formats, version),
+        lambda name, packed: gptq.layer_tensors(name, integers(packed), version),
+    )
+
+
 FORMATS: dict[str, _Format] = {
     COMPRESSED_TENSORS: _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
-    "gptq": _Format(
-        lambda formats, _: gptq.make_config(formats, 2),
-        lambda name, packed: gptq.layer_tensors(name, integers(packed), 2),
-    ),
-    "gptq-v1": _Format(
-        lambda formats, _: gptq.make_config(formats, 1),
-        lambda name, packed: gptq.layer_tensors(name, integers(packed), 1),
-    ),
+    "gptq": _gptq(2),
+    "gptq-v1": _gptq(1),
 }
 GGUF, GENAI = "gguf", "onnx-genai"
-_FOR_BUILDER = _Format(
-    lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: builder_tensors(name, integers(packed))
-)
+_FOR_BUILDER = replace(_gptq(1), tensors=lambda name, packed: builder_tensors(name, integers(packed)))
 
 
 @dataclass(frozen=True)
@@ -111,13 +102,18 @@ def convert(
     config.json and the tokenizer of its model.
     """
     target, mix = Path(output), mix_of(gguf_type)
-    if mix is not None and format != GGUF:
-        raise ConfigError(f"gguf_type={gguf_type!r} with format={format!r}: it is for format 'gguf'")
+    is_file, is_folder = target.suffix == ".gguf", not Path(model).is_file()
     if format not in (*FORMATS, GGUF, GENAI):
         raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}, {GGUF}, {GENAI}")
-    if (format == GGUF) != (target.suffix == ".gguf"):
-        what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
-        raise ConfigError(f"output {target}: {format} {what}")
+    refusals = {
+        f"gguf_type={gguf_type!r} with format={format!r}: it is for format 'gguf'": mix is not None and format != GGUF,
+        f"output {target}: {format} is one file: give an output that ends in .gguf": format == GGUF and not is_file,
+        f"output {target}: {format} is a folder, not a .gguf file": format != GGUF and is_file,
+        f"base={base} with {model}: it is for checkpoint files of the first Sparsebit": is_folder and base is not None,
+    }
+    for text, is_wrong in refusals.items():
+        if is_wrong:
+            raise ConfigError(text)
     need_new(target)
     if check and format == COMPRESSED_TENSORS:
         need_reader()
@@ -125,11 +121,6 @@ def convert(
         gguf_package()
     if format == GENAI:
         genai_package()
-    is_folder = not Path(model).is_file()
-    if is_folder and base is not None:
-        raise ConfigError(
-            f"base={base} with the model folder {model}: it is for checkpoint files of the first Sparsebit"
-        )
     with staging_folder(target, alone=True) as staging:
         if is_folder:
             return _convert(Path(model), target, staging, format, gguf_type, check, trust_remote_code)
@@ -152,18 +143,18 @@ def _convert(
     original = ModelFolder(model)
     original.check_files()
     skeleton = Skeleton(original, trust_remote_code=trust_remote_code)
-    source = packed_source(skeleton) or unpacked_source(skeleton)
+    source = packed_source(skeleton)
     _check(source, skeleton, format, mix, check=check)
     made = staging / "made" / target.name
     made.parent.mkdir()
-    found, types = None, {}
+    found, types, folder = None, {}, skeleton.folder.path
     if format == GGUF:
         tensors = write_gguf(made, source, mix)
         flush(made)
         warn_of_growth(tensors, source.formats)
         types = {tensor.name: tensor.kind for tensor in tensors}
         if check:
-            found = check_gguf(made, skeleton.folder.path, tensors, trust_remote_code=trust_remote_code)
+            found = check_gguf(made, folder, tensors, trust_remote_code=trust_remote_code)
     elif format == GENAI:
         files = staging / "gptq" / target.name
         _write(files, source, _FOR_BUILDER)
@@ -171,63 +162,51 @@ def _convert(
         run_builder(files, made, bits, trust_remote_code=trust_remote_code)
         shutil.rmtree(files)
         if check:
-            found = check_genai(made, skeleton.folder.path, trust_remote_code=trust_remote_code)
-            warn_of_tokens(made, load_tokenizer(skeleton.folder.path, trust_remote_code=trust_remote_code))
+            found = check_genai(made, folder, trust_remote_code=trust_remote_code)
+            warn_of_tokens(made, load_tokenizer(folder, trust_remote_code=trust_remote_code))
     else:
         _write(made, source, FORMATS[format])
-    if check and format in FORMATS:
-        method = COMPRESSED_TENSORS if format == COMPRESSED_TENSORS else GPTQ
-        reasons = vllm_reasons(source.formats, _fused(skeleton), method)
-        found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
+        if check:
+            method = COMPRESSED_TENSORS if format == COMPRESSED_TENSORS else GPTQ
+            reasons = vllm_reasons(source.formats, _fused(skeleton), method)
+            found = check_conversion(made, folder, reasons, trust_remote_code=trust_remote_code)
     put_in_place(made, target)
     return ConvertedModel(target, format, source.formats, found, types)
 
 
-def _check(
-    source: PackedSource,
-    skeleton: Skeleton,
-    format: str,  # noqa: A002
-    mix: Mix | None,
-    *,
-    check: bool,
-) -> None:
+def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | None, *, check: bool) -> None:
     """Refuse a model that the format cannot hold, or a result that could not be checked."""
+    path, formats = skeleton.folder.path, source.formats.values()
     if not source.formats and mix is None:
         raise ConfigError(
-            f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
-            f"file of type {' or '.join(MIXES)}"
+            f"{path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF file of type "
+            f"{' or '.join(MIXES)}"
         )
-    if check and format == COMPRESSED_TENSORS:
-        need_reader({layer.bits for layer in source.formats.values()})
-    kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
-    if kinds and mix is None and format != COMPRESSED_TENSORS:
-        raise DeploymentError(
-            f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
+    if check and target == COMPRESSED_TENSORS:
+        need_reader({layer.bits for layer in formats})
+    kinds = sorted({layer.kind for layer in formats} - {"int"})
+    reason, unread = None, None
+    if check and target.startswith("gptq"):
+        unread = "layers of different number formats" if len(set(formats)) > 1 else None
+        unread = "experts" if experts_in(skeleton.model) else unread
+    if kinds and mix is None and target != COMPRESSED_TENSORS:
+        reason = f"has {', '.join(kinds)} weights: {target} holds whole numbers only"
+    elif unread is not None:
+        reason = (
+            f"has {unread}, which transformers does not read in GPTQ files, so that the result cannot be checked; keep "
+            "compressed-tensors, or skip the check (--no-check)"
         )
-    if check and format.startswith("gptq") and experts_in(skeleton.model):
-        raise DeploymentError(
-            f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "
-            "cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
-        )
-    if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
-        raise DeploymentError(
-            f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
-            "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
-        )
-    if format == GENAI:
+    elif target == GENAI:
         columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
         reason = why_not(source.formats, columns)
-        if reason is not None:
-            raise DeploymentError(f"{skeleton.folder.path}: {reason}")
+    if reason is not None:
+        raise DeploymentError(f"{path} {reason}")
 
 
 def _write(target: Path, source: PackedSource, kind: _Format) -> None:
-    quantization = kind.config(source.formats, source.float_layers())
-    source.rewrite(
-        target,
-        {**source.skeleton.folder.config, "quantization_config": quantization},
-        lambda layer: kind.tensors(source.file_name(layer), source.read(layer)),
-    )
+    config = {"quantization_config": kind.config(source.formats, float_layers(source.skeleton, source.formats))}
+    tensors = lambda layer: kind.tensors(source.file_name(layer), source.read(layer))  # noqa: E731
+    source.rewrite(target, source.skeleton.folder.config | config, tensors)
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
@@ -235,9 +214,9 @@ def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
     architecture = architecture_of(skeleton.model)
     found: list[tuple[str, ...]] = []
     for number, block in enumerate(blocks_of(skeleton.model, architecture)):
-        stages = architecture.stages_in(block) or tuple((name,) for name in linears(block))
         path = f"{architecture.blocks}.{number}"
-        found += [tuple(f"{path}.{name}" for name in group) for group in architecture.fused_groups(stages)]
+        groups = architecture.fused_groups(architecture.stages_in(block) or ())
+        found += [tuple(f"{path}.{name}" for name in group) for group in groups]
     return found
 
 
@@ -256,46 +235,39 @@ def write_first_sparsebit(checkpoint: Path, base: Path | None, target: Path) -> 
     if config.model_type != "llama":
         raise ConfigError(f"base {base} is of type {config.model_type!r}: the first Sparsebit packed LLaMA models")
     model = empty_model(config, dtype=torch.float16)
-    tensors = read_checkpoint(checkpoint)
+    tensors, path = read_checkpoint(checkpoint), architecture_of(model).blocks
     modules = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
-    packed = [name for name in modules if f"{name}.qweight" in tensors]
     target.mkdir(parents=True)
     copy_small_files(base, target)
-    blocks = blocks_of(model, architecture_of(model))
-    path = architecture_of(model).blocks
-    shards, formats = Shards(target, len(blocks) + 1), {}
-    for number in range(-1, len(blocks)):  # -1: what is in no block
+    by_block: dict[str, dict[str, Tensor]] = {}  # "": what is in no block
+    for name, parameter in model.named_parameters():
+        inner = name.removeprefix(f"{path}.")
+        by_block.setdefault("" if inner == name else inner.split(".")[0], {})[name] = parameter
+    shards, formats = Shards(target, len(by_block)), {}
+    for number in sorted(by_block, key=lambda number: int(number or -1)):
         made: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in by_block[number].items():
             layer, _, suffix = name.rpartition(".")
-            block = int(name.removeprefix(f"{path}.").split(".")[0]) if name.startswith(f"{path}.") else -1
-            if block != number:
-                continue
-            if layer in packed and suffix == "weight":
+            if layer in modules and suffix == "weight" and f"{layer}.qweight" in tensors:
                 weight = read_layer(tensors, layer, parameter.shape[1], checkpoint)
+                bias = tensors.get(f"{layer}.bias")
+                problem = None
                 if weight.out_features != parameter.shape[0]:
-                    raise CheckpointError(
-                        f"{checkpoint}: layer {layer} has {weight.out_features} rows; {base} has {parameter.shape[0]}"
-                    )
-                _refuse_bias(tensors, layer, modules[layer], checkpoint)
+                    problem = f"{weight.out_features} rows; {base} has {parameter.shape[0]}"
+                elif bias is not None and modules[layer].bias is None and bool((bias != 0).any()):
+                    problem = "a bias, which this architecture does not have"
+                if problem is not None:
+                    raise CheckpointError(f"{checkpoint}: layer {layer} has {problem}")
                 made |= layer_tensors(layer, weight)
                 size = 0 if weight.group_size == weight.in_features else weight.group_size
                 formats[layer] = LayerFormat(weight.bits, size, symmetric=False)
             elif name in tensors and tensors[name].shape == parameter.shape:
                 made[name] = tensors[name].clone()
             else:
-                raise CheckpointError(
-                    f"{checkpoint} has no tensor {name} of the shape {tuple(parameter.shape)}, which {base} has"
-                )
+                shape = tuple(parameter.shape)
+                raise CheckpointError(f"{checkpoint} has no tensor {name} of the shape {shape}, which {base} has")
         shards.write(made)
     shards.finish()
-    floats = [name for name in modules if name not in formats]
     settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    settings["quantization_config"] = make_config(formats, floats)
-    write_text(target / "config.json", json.dumps(settings, indent=2) + "\n")
-
-
-def _refuse_bias(tensors: dict[str, Tensor], layer: str, module: nn.Linear, checkpoint: Path) -> None:
-    bias = tensors.get(f"{layer}.bias")
-    if bias is not None and module.bias is None and bool((bias != 0).any()):
-        raise CheckpointError(f"{checkpoint}: layer {layer} has a bias, which this architecture does not have")
+    floats = [name for name in modules if name not in formats]
+    write_config(target, settings | {"quantization_config": make_config(formats, floats)})

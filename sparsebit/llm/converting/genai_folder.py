@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.errors import DeploymentError
+from sparsebit.llm.checkpoint import gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.layers.packed_weight import PackedWeight
-from sparsebit.numerics.packing import WORD, pack
+from sparsebit.llm.models.hub_classes import package
+from sparsebit.numerics.packing import WORD
 from sparsebit.progress import phase
 
 log = logging.getLogger(__name__)
@@ -39,29 +41,21 @@ _OPTIONS = (
     "hf_token=false",
 )
 
-# Texts of several kinds, to compare tokenizers on.
 _TEXTS = ("The ship left the harbour", "It's 12,345.67%  of\n\tx = f(y);", "Ünïcödé: naïve café — 日本 हिन्दी 🙂")
 
 
 def genai_package() -> Any:
     """The package onnxruntime-genai."""
-    try:
-        import onnx_ir  # noqa: F401 - the builder needs it
-        import onnxruntime_genai
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("onnxruntime-genai", "genai", "models for ONNX Runtime GenAI") from None
-    return onnxruntime_genai
+    package("onnx-ir", "genai", "models for ONNX Runtime GenAI")  # the builder needs it
+    return package("onnxruntime-genai", "genai", "models for ONNX Runtime GenAI")
 
 
 def need_architecture(config: Any) -> None:
-    """Raise for an architecture that the installed model builder does not support, by the names in its code.
-
-    Without the package, nothing is known and nothing raises.
-    """
-    package = find_spec("onnxruntime_genai")
-    if package is None or package.origin is None:
+    """Raise for an architecture that is not in the code of the installed model builder, if there is one."""
+    spec = find_spec("onnxruntime_genai")
+    if spec is None or spec.origin is None:
         return
-    builder = Path(package.origin).with_name("models") / "builder.py"
+    builder = Path(spec.origin).with_name("models") / "builder.py"
     known = set(re.findall(r"""architectures\[0\] == ["'](\w+)["']""", builder.read_text(encoding="utf-8")))
     wanted = (config.architectures or ("",))[0]
     if known and wanted not in known:
@@ -78,9 +72,7 @@ def why_not(layers: Mapping[str, LayerFormat], columns: Mapping[str, int]) -> st
         if layer.kind != "int":
             return f"layer {name} has {layer.kind} weights: MatMulNBits holds whole numbers"
         if layer.bits not in _BITS:
-            return (
-                f"layer {name} has {layer.bits} bits: MatMulNBits has kernels for 2, 4 and 8; quantize with one of them"
-            )
+            return f"layer {name} has {layer.bits} bits: MatMulNBits has kernels for 2, 4 and 8; use one of them"
         if size < _SMALLEST_BLOCK or size & (size - 1):
             return f"layer {name} has groups of {size}: MatMulNBits needs a power of two from {_SMALLEST_BLOCK} on"
     return None
@@ -89,19 +81,10 @@ def why_not(layers: Mapping[str, LayerFormat], columns: Mapping[str, int]) -> st
 def builder_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a layer in the GPTQ files that the builder reads."""
     if packed.in_features % WORD or packed.out_features % WORD:
-        raise DeploymentError(
-            f"layer {name} has the shape {packed.out_features} x {packed.in_features}: the builder of "
-            f"onnxruntime-genai needs multiples of {WORD}"
-        )
-    zeros = packed.zeros
-    if zeros is None:
-        zeros = torch.full(packed.scales.shape, 1 << packed.bits - 1, dtype=torch.uint8)
-    return {
-        f"{name}.qweight": packed.qweight.t().contiguous(),
-        f"{name}.qzeros": pack((zeros.t().to(torch.int16) - 1 & (1 << packed.bits) - 1).to(torch.uint8), packed.bits),
-        f"{name}.scales": packed.scales.t().float().contiguous(),
-        f"{name}.g_idx": (torch.arange(packed.in_features) // packed.group_size).to(torch.int32),
-    }
+        shape = f"{packed.out_features} x {packed.in_features}"
+        raise DeploymentError(f"layer {name} has the shape {shape}: onnxruntime-genai needs multiples of {WORD}")
+    zeros = (gptq.zero_points(packed).to(torch.int16) - 1 & (1 << packed.bits) - 1).to(torch.uint8)
+    return gptq.file_tensors(name, packed, zeros, torch.float32)
 
 
 @phase("building the ONNX model")
@@ -139,9 +122,8 @@ def warn_of_tokens(folder: Path, tokenizer: Any) -> None:
         other.update_options(add_special_tokens=True)
         differing = [text for text in _TEXTS if list(other.encode(text)) != tokenizer(text)["input_ids"]]
     except RuntimeError as error:
-        log.warning(
-            "%s: ONNX Runtime GenAI does not read the tokenizer (%s): split text with transformers", folder.name, error
-        )
+        text = "%s: ONNX Runtime GenAI does not read the tokenizer (%s): split text with transformers"
+        log.warning(text, folder.name, error)
         return
     if differing:
         log.warning(

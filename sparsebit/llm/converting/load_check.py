@@ -22,19 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import DeploymentError, MissingExtraError
-from sparsebit.llm.checkpoint.float_formats import FORMATS
+from sparsebit.errors import DeploymentError
+from sparsebit.llm.checkpoint.compressed_tensors import FORMATS
 from sparsebit.llm.converting.genai_folder import genai_logits
 from sparsebit.llm.gguf.architectures import ARCHITECTURES, text_length, unnamed_settings
 from sparsebit.llm.gguf.tensors import GgufTensor, all_values, rounded_values
-from sparsebit.llm.layers.float_linear import FloatLinear
+from sparsebit.llm.layers.float_weight import FloatLinear
 from sparsebit.llm.layers.quant_linear import QuantLinear
-from sparsebit.llm.models.hub_classes import transformers_module
+from sparsebit.llm.models.hub_classes import package, transformers_module
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import experts_in
 from sparsebit.llm.process_group import alone
-from sparsebit.llm.running.half_weights import HALVES
-from sparsebit.llm.running.loading import load
+from sparsebit.llm.running.loading import HALVES, load
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.progress import phase
 
@@ -64,14 +63,9 @@ class LoadCheck:
 
 def need_reader(bits: Collection[int] = ()) -> None:
     """Raise, before the work, if the package that reads files of these bits is missing: the check would fail."""
-    try:
-        import compressed_tensors  # noqa: F401
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
-    if 3 not in bits:
-        return
+    package("compressed-tensors", "llm", "loading packed models with transformers")
     version = metadata.version("compressed-tensors")
-    if tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
+    if 3 in bits and tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
         raise DeploymentError(
             f"compressed-tensors {version} expects other files of 3 bits than newer versions, so that transformers "
             "cannot check the result: pip install 'compressed-tensors>=0.18', or skip the check (--no-check)"
@@ -82,26 +76,17 @@ def need_reader(bits: Collection[int] = ()) -> None:
 @full_float32()
 @phase("checking with transformers")
 def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
-    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare.
-
-    A difference above `TOLERANCE` is an error.
-    """
+    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare."""
     difference = difference_of_transformers(folder, tokens, trust_remote_code=trust_remote_code)
-    if not difference <= TOLERANCE:
-        raise DeploymentError(
-            f"transformers loads the packed model, and its logits differ by {difference:.2g} from ours (allowed: "
-            f"{TOLERANCE:g} of the largest); the folder is not kept: please report the model's architecture"
-        )
+    _need_near(difference, "transformers loads the packed model", "ours; please report the model's architecture")
     return LoadCheck(difference, vllm)
 
 
 @torch.no_grad()
 @full_float32()
 def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> float:
-    """The distance of transformers' logits from ours, relative to the largest.
-
-    transformers unpacks experts in the type of the files, for any type of the model: on our side their weights are
-    rounded to it too.
+    """The distance of transformers' logits from ours, relative to the largest. It unpacks experts in the type of the
+    files, for any type of the model: on our side their weights are rounded to it too.
     """
     theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
     model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -109,12 +94,11 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
         _round_weights(experts)
     try:
         ours = model(tokens, use_cache=False).logits
+        problem = None if ours.isfinite().all() else "computes logits that are not finite"
     except (AttributeError, TypeError) as error:  # code that reads the weights of its layers directly
-        raise DeploymentError(
-            f"{type(model).__name__} does not run with packed layers ({error}); the folder is not kept"
-        ) from error
-    if not ours.isfinite().all():
-        raise DeploymentError("the logits of the packed model are not finite; the folder is not kept")
+        ours, problem = torch.empty(0), f"does not run with packed layers ({error})"
+    if problem is not None:
+        raise DeploymentError(f"{type(model).__name__} {problem}; the folder is not kept")
     return _difference(theirs, ours, model, folder, tokens)
 
 
@@ -122,10 +106,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
 @full_float32()
 @phase("checking with the layers of transformers")
 def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> LoadCheck:
-    """Compare with the float model of transformers, after all of its weights are replaced by our unpacked ones.
-
-    transformers has no packed `Conv1D` layer, so it cannot load the folder itself.
-    """
+    """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load."""
     model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
     ours = model(tokens, use_cache=False).logits
     plain = transformers_module().AutoModelForCausalLM.from_pretrained(
@@ -139,8 +120,7 @@ def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote
         is_transposed = type(plain.get_submodule(path)).__name__ == "Conv1D" and own == "weight"
         theirs.data.copy_(value.t() if is_transposed else value)
     difference = relative_difference(plain.eval()(tokens, use_cache=False).logits, ours)
-    if not difference <= TOLERANCE:
-        raise DeploymentError(f"the logits of the packed model are {difference:.2g} off those of its unpacked weights")
+    _need_near(difference, "the packed model runs", "those of its unpacked weights")
     return LoadCheck(difference, (NO_CONV1D,), f"sparsebit ({NO_CONV1D}: read it with sparsebit.llm.load)")
 
 
@@ -150,10 +130,7 @@ def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote
 def check_conversion(
     folder: Path, source: Path, vllm: tuple[str, ...], *, trust_remote_code: bool = False
 ) -> LoadCheck:
-    """Load a converted folder and the one it was made from, run both on arbitrary tokens, and compare.
-
-    If transformers can read the format here, it loads the folder too.
-    """
+    """Compare a converted folder with the one it was made from, on arbitrary tokens; by transformers too, if it can."""
     tokens, expected = _arbitrary(source, trust_remote_code)
     model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
     readers = {"sparsebit": relative_difference(model(tokens, use_cache=False).logits, expected)}
@@ -161,7 +138,8 @@ def check_conversion(
     if all(find_spec(name) is not None for name in _PACKAGES[method]):
         theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
         readers["transformers"] = _difference(theirs, expected, model, folder, tokens)
-    _compare(readers, source)
+    for reader, difference in readers.items():
+        _need_converted(reader, difference, source)
     if "transformers" in readers:
         return LoadCheck(max(readers.values()), vllm)
     needed = " and ".join(_PACKAGES[method])
@@ -202,7 +180,7 @@ def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_rem
         theirs = model(tokens, use_cache=False).logits
         reader = f"gguf (transformers does not read {model.config.model_type} models from GGUF files)"
     difference = relative_difference(theirs, expected)
-    _compare({reader.partition(" ")[0]: difference}, source)
+    _need_converted(reader.partition(" ")[0], difference, source)
     return LoadCheck(difference, (), reader, from_source, weight_error)
 
 
@@ -213,7 +191,7 @@ def check_genai(folder: Path, source: Path, *, trust_remote_code: bool = False) 
     """Run the folder with ONNX Runtime GenAI, and compare its logits with those of the folder it was made from."""
     tokens, expected = _arbitrary(source, trust_remote_code)
     difference = relative_difference(genai_logits(folder, tokens), expected)
-    _compare({"onnxruntime-genai": difference}, source)
+    _need_converted("onnxruntime-genai", difference, source)
     return LoadCheck(difference, (), "onnxruntime-genai")
 
 
@@ -247,32 +225,30 @@ def arbitrary_tokens(model: Any) -> Tensor:
     return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
 
 
-def _compare(readers: Mapping[str, float], source: Path) -> None:
-    for reader, difference in readers.items():
-        if not difference <= TOLERANCE:
-            raise DeploymentError(
-                f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
-                f"(allowed: {TOLERANCE:g} of the largest); it is not kept"
-            )
+def _need_converted(reader: str, difference: float, source: Path) -> None:
+    _need_near(difference, f"{reader} loads the converted model", f"those of {source}")
 
 
-def _is_float4(folder: Path) -> bool:
-    """Whether compressed-tensors unpacks the weights to bfloat16, for any type of the model."""
-    if not (folder / "config.json").is_file():  # a GGUF file
-        return False
-    config = ModelFolder(folder).config.get("quantization_config") or {}
-    return config.get("format") in (FORMATS["mxfp4"], FORMATS["nvfp4"])
+def _need_near(difference: float, what: str, expected: str) -> None:
+    if not difference <= TOLERANCE:
+        raise DeploymentError(
+            f"{what}, and its logits differ by {difference:.2g} from {expected} (allowed: {TOLERANCE:g} of the "
+            "largest); it is not kept"
+        )
+
+
+def _quantization(folder: Path) -> dict[str, Any]:
+    """The settings of a packed folder; empty for the folder of a GGUF file."""
+    is_model = (folder / "config.json").is_file()
+    return (ModelFolder(folder).config.get("quantization_config") if is_model else None) or {}
 
 
 def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path, tokens: Tensor) -> float:
-    """The distance of transformers' logits from the expected ones.
-
-    If the config has `dequantize`, transformers 5.23 unpacks weights in the type of their scales, for any type of the
-    model: the logits are compared with those of `model` after its weights are rounded so.
+    """The distance of transformers' logits from the expected ones. If the config has `dequantize`, transformers 5.23
+    unpacks weights in the type of their scales: those of `model` are then rounded so too.
     """
     found = relative_difference(theirs, expected)
-    config = ModelFolder(folder).config.get("quantization_config") or {}
-    if found <= TOLERANCE or not config.get("dequantize"):
+    if found <= TOLERANCE or not _quantization(folder).get("dequantize"):
         return found
     _round_weights(model)
     return min(found, relative_difference(theirs, model(tokens, use_cache=False).logits))
@@ -307,16 +283,11 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
         # Progress bars and remarks of two other packages.
         with alone(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _collected_log(logged):
             warnings.simplefilter("ignore")
-            if _is_float4(folder):
+            # compressed-tensors unpacks 4-bit floats to bfloat16, for any type of the model.
+            if _quantization(folder).get("format") in (FORMATS["mxfp4"], FORMATS["nvfp4"]):
                 how["quantization_config"] = transformers_module().CompressedTensorsConfig(dequantize=True)
-            model = auto.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                device_map="cpu",
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                **how,
-            )
+            how |= {"trust_remote_code": trust_remote_code, "local_files_only": True, "device_map": "cpu"}
+            model = auto.from_pretrained(folder, dtype=torch.float32, **how)
             for parameter in model.parameters():
                 if parameter.dtype in HALVES:  # experts and 4-bit floats: their products would be rounded to it too
                     parameter.data = parameter.data.float()

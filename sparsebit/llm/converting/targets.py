@@ -1,13 +1,18 @@
-"""`recipe_for`: the number format in which a runtime stores exactly the requested bits."""
+"""`recipe_for`: the number format in which a runtime stores exactly the requested bits; `vllm_reasons`: what vLLM runs.
+
+As of vLLM 0.32 on NVIDIA GPUs with its own packages: `tests/llm/test_vllm.py` runs folders in vLLM for CPUs, which has
+fewer kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.converting.genai_folder import need_architecture
 from sparsebit.llm.gguf.file import need_writable
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, FloatKind
@@ -36,20 +41,13 @@ TARGETS: Mapping[str, Target] = {
         (4, 8), (), (32,), (), "4 bits (Q4_0) or 8 (Q8_0) without zero points, in groups of 32", "gguf"
     ),
     "vllm": Target(
-        (4, 8),
-        (4,),
-        (128, 64, 32, 0),
-        FLOAT_KINDS,
+        *((4, 8), (4,), (128, 64, 32, 0), FLOAT_KINDS),
         "4 bits, or 8 without zero points, in groups of 128, 64, 32 or a row (0), and fp8, mxfp4, nvfp4",
     ),
     "transformers": Target(BITS, BITS, (), FLOAT_KINDS, "2, 3, 4 or 8 bits, and fp8, mxfp4, nvfp4"),
     "genai": Target(
-        (2, 4, 8),
-        (2, 4, 8),
-        (128, 64, 32, 16, 256, 512, 1024),
-        (),
-        "2, 4 or 8 bits in groups of a power of two from 16 on",
-        "onnx-genai",
+        *((2, 4, 8), (2, 4, 8), (128, 64, 32, 16, 256, 512, 1024), ()),
+        *("2, 4 or 8 bits in groups of a power of two from 16 on", "onnx-genai"),
     ),
 }
 
@@ -66,23 +64,25 @@ def recipe_for(target: str, **given: Any) -> Recipe:
         raise ConfigError(f"target {target!r}: allowed: {', '.join(TARGETS)}")
     Recipe(**given)  # raises for fields that are wrong for every target
     row = TARGETS[target]
-    method = given.get("method", Recipe.method)
-    if method in FLOAT_KINDS:
-        if method not in row.floats:
-            raise _conflict(target, f"method={method!r}", "use gptq, awq, autoround or rtn")
-        return Recipe(**given)
+    method, group_size = given.get("method", Recipe.method), given.get("group_size")
     bits = tuple(given.get("candidate_bits") or (given.get("bits", Recipe.bits),))
     more = [number for number in bits if number not in row.bits]
-    if more:
+    is_symmetric_only = any(number not in row.zero_points for number in bits)
+    conflict = None
+    if method in FLOAT_KINDS:
+        conflict = None if method in row.floats else (f"method={method!r}", "use gptq, awq, autoround or rtn")
+    elif more:
         stored = [number for number in row.bits if number > more[0]]
         grows = f"it would store them in {min(stored)}; " if stored else ""
-        raise _conflict(target, f"{more[0]} bits", f"{grows}ask for {' or '.join(map(str, row.bits))} (--bits)")
-    is_symmetric_only = any(number not in row.zero_points for number in bits)
-    if is_symmetric_only and given.get("symmetric") is False:
-        raise _conflict(target, "symmetric=False", "leave it out, or set it to True")
-    group_size = given.get("group_size")
-    if row.groups and group_size is not None and group_size not in row.groups:
-        raise _conflict(target, f"group_size={group_size}", "leave it out (--group-size)")
+        conflict = f"{more[0]} bits", f"{grows}ask for {' or '.join(map(str, row.bits))} (--bits)"
+    elif is_symmetric_only and given.get("symmetric") is False:
+        conflict = "symmetric=False", "leave it out, or set it to True"
+    elif row.groups and group_size is not None and group_size not in row.groups:
+        conflict = f"group_size={group_size}", "leave it out (--group-size)"
+    if conflict is not None:
+        raise ConfigError(f"{conflict[0]} for {target}: it stores {row.stores}; {conflict[1]}")
+    if method in FLOAT_KINDS:
+        return Recipe(**given)
     chosen = {"group_size": row.groups[0]} if row.groups else {}
     return Recipe(**{**chosen, **({"symmetric": True} if is_symmetric_only else {}), **given})
 
@@ -90,14 +90,34 @@ def recipe_for(target: str, **given: Any) -> Recipe:
 def need_model(target: str, folder: Path, *, trust_remote_code: bool = False) -> None:
     """Raise for a model that cannot be converted for the target, before hours of work."""
     file_format = TARGETS[target].format
-    if file_format is None:
-        return
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if file_format == "gguf":
-        need_writable(folder, config)
-    else:
-        need_architecture(config)
+    if file_format is not None:
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+        need_writable(folder, config) if file_format == "gguf" else need_architecture(config)
 
 
-def _conflict(target: str, given: str, advice: str) -> ConfigError:
-    return ConfigError(f"{given} for {target}: it stores {TARGETS[target].stores}; {advice}")
+COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "gptq"
+# Bits, and whether without zero points.
+_INTEGERS = {COMPRESSED_TENSORS: ((4, True), (4, False), (8, True)), GPTQ: ((4, True), (8, True))}
+_GROUPS = (0, 32, 64, 128)
+
+
+def vllm_reasons(
+    formats: Mapping[str, LayerFormat], fused: Sequence[Sequence[str]], method: str = COMPRESSED_TENSORS
+) -> tuple[str, ...]:
+    """Why vLLM would refuse the layers: number formats without a kernel, and fused layers of different formats."""
+    integers = {name: layer for name, layer in formats.items() if layer.kind == "int"}
+    kinds = sorted({(layer.bits, layer.symmetric) for layer in integers.values()} - {*_INTEGERS[method]})
+    reasons = []
+    if kinds:
+        known = ", ".join(_said(*kind) for kind in _INTEGERS[method])
+        reasons.append(f"{', '.join(_said(*kind) for kind in kinds)}: of {method} files its own kernels have {known}")
+    sizes = sorted({layer.group_size for layer in integers.values()} - {*_GROUPS})
+    if sizes:
+        reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")
+    groups = [group for group in fused if any(name in integers for name in group)]
+    mixed = [group for group in groups if len({integers.get(name) for name in group}) > 1]
+    return (*reasons, *(f"{', '.join(group)} are one matrix there and need one number format" for group in mixed))
+
+
+def _said(bits: int, symmetric: bool) -> str:
+    return f"{bits} bits{'' if symmetric else ' with zero points'}"

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.folders import need_new, put_in_place, staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
-from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
+from sparsebit.llm.checkpoint.packed_source import PackedSource, float_layers, packed_source
 from sparsebit.llm.converting.load_check import arbitrary_tokens
 from sparsebit.llm.finetuning.layers.packed_lora import load_adapter
 from sparsebit.llm.layers.packed_weight import PackedWeight
@@ -38,12 +38,8 @@ from sparsebit.tensor_files import load_tensors
 
 PACKED, REQUANTIZED, _BASE = "packed", "requantized", "base_model_name_or_path"
 _MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
-KINDS: dict[str, torch.dtype | None] = {
-    PACKED: None,
-    REQUANTIZED: None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS: dict[str, torch.dtype | None] = {PACKED: None, REQUANTIZED: None, **_HALVES}
 MAX_LOSS = 0.1
 
 
@@ -89,21 +85,23 @@ def merge(
     adapter's effect (`MergedModel.update_lost`) is an error and not kept.
     """
     target = Path(output)
-    if kind not in KINDS:
-        raise ConfigError(f"kind={kind!r}: allowed: {', '.join(KINDS)}")
-    if not max_loss >= 0:
-        raise ConfigError(f"max_loss={max_loss}: allowed: 0 or more; {MAX_LOSS} is a tenth of the update")
     need_new(target)
+    refusals: dict[str, object] = {
+        f"kind={kind!r}: allowed: {', '.join(KINDS)}": kind not in KINDS,
+        f"max_loss={max_loss}: allowed: 0 or more; {MAX_LOSS} is a tenth of the update": not max_loss >= 0,
+        f"calibration with kind={kind!r}: it is for kind {REQUANTIZED!r}": calibration and kind != REQUANTIZED,
+    }
+    _refuse(refusals)
     base = Path(model) if model is not None else named_base(Path(adapter))
     skeleton = Skeleton(ModelFolder(base), trust_remote_code=trust_remote_code)
-    if skeleton.transposed:
-        raise ConfigError(f"{base} has Conv1D layers: merging writes linear layers, which nothing reads in their place")
     source = packed_source(skeleton)
-    if source is None and kind in (PACKED, REQUANTIZED):
-        raise ConfigError(f"{base} is a float model: merge to bfloat16 or float16, then quantize it")
-    recipe = _recipe_of(source, calibration) if source is not None and kind == REQUANTIZED else None
-    if calibration is not None and kind != REQUANTIZED:
-        raise ConfigError(f"calibration with kind={kind!r}: it is for kind {REQUANTIZED!r}")
+    refusals = {
+        f"{base} has Conv1D layers: merging writes linear layers, which nothing reads": skeleton.transposed,
+        f"{base} is a float model: merge to bfloat16 or float16, then quantize it": not source.formats
+        and kind not in _HALVES,
+    }
+    _refuse(refusals)
+    recipe = _recipe_of(source, calibration) if kind == REQUANTIZED else None
     adapted = load_adapter(load(base, dtype=torch.float32, trust_remote_code=trust_remote_code), adapter)
     updates = _updates(adapted, Path(adapter), skeleton)
     with staging_folder(target, alone=True) as staging:
@@ -125,28 +123,34 @@ def merge(
     return MergedModel(target, kind, len(updates), *found, before, after)
 
 
+def _refuse(refusals: Mapping[str, object]) -> None:
+    """Raise the first text whose reason is true, or not empty."""
+    for text, reason in refusals.items():
+        if reason:
+            raise ConfigError(text)
+
+
 def _recipe_of(source: PackedSource, calibration: Calibration | None) -> Recipe:
     """GPTQ with the number format that all packed layers have."""
-    formats = set(source.formats.values())
-    if len(formats) > 1:
-        raise ConfigError(
-            f"kind={REQUANTIZED!r}: the layers have {len(formats)} different number formats; merge to bfloat16 or "
-            "float16, then quantize that with candidate bits"
-        )
-    (layer,) = formats
+    layer, *others = set(source.formats.values())
+    is_float = layer.kind != "int"
+    refusals = {
+        f"kind={REQUANTIZED!r}: the layers have {len(others) + 1} different number formats; merge to bfloat16 or "
+        "float16, then quantize that with candidate bits": others,
+        f"calibration with {layer.kind} weights: these are rounded without text; leave it out": is_float
+        and calibration,
+        f"kind={REQUANTIZED!r} needs calibration text (--calibration)": not is_float and calibration is None,
+    }
+    _refuse(refusals)
     if layer.kind != "int":
-        if calibration is not None:
-            raise ConfigError(f"calibration with {layer.kind} weights: these are rounded without text; leave it out")
         return Recipe(method=layer.kind)
-    if calibration is None:
-        raise ConfigError(f"kind={REQUANTIZED!r} needs calibration text (--calibration): GPTQ rounds with it")
     return Recipe(bits=layer.bits, group_size=layer.group_size, symmetric=layer.symmetric)
 
 
-def _type_of_files(skeleton: Skeleton, source: PackedSource | None) -> torch.dtype:
+def _type_of_files(skeleton: Skeleton, source: PackedSource) -> torch.dtype:
     """The type of the weights that are not packed."""
-    packed = () if source is None else (key for layer in source.formats for key in source.keys(layer))
-    left = (skeleton.folder.tensor(key).dtype for key in skeleton.folder if key not in set(packed))
+    packed = {key for layer in source.formats for key in source.keys(layer)}
+    left = (skeleton.folder.tensor(key).dtype for key in skeleton.folder if key not in packed)
     return next((dtype for dtype in left if dtype in (torch.float16, torch.bfloat16)), torch.float32)
 
 
@@ -181,38 +185,34 @@ def named_base(adapter: Path) -> Path:
 def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
     """By the name of its layer in the model, the module that computes the update of its weight."""
     assert len(adapted.active_adapters) == 1, "load_adapter has loaded one"
-    found = {
-        name: part
-        for name, part in adapted.get_base_model().named_modules()
-        if hasattr(part, "get_delta_weight") and hasattr(part, "lora_A")
-    }
-    other = [name for name, part in adapted.named_modules() if "modules_to_save" in name.split(".")]
-    if other:
-        raise ConfigError(f"the adapter replaces whole layers ({other[0]}); only updates of linear layers are merged")
+    parts = adapted.get_base_model().named_modules()
+    found = {name: part for name, part in parts if hasattr(part, "get_delta_weight") and hasattr(part, "lora_A")}
     tensors, _ = load_tensors(adapter / "adapter_model.safetensors")
-    other = [name for name in tensors if not _MATRIX.search(name) and not _is_in_files(name, tensors[name], skeleton)]
-    if other:
-        raise ConfigError(
-            f"the adapter has {other[0]}, which does not update a weight; only updates of weights are merged"
-        )
-    other = [name for name, part in found.items() if getattr(part, "lora_variant", None)]
-    if other:
-        raise ConfigError(
-            f"the adapter of {other[0]} does more than add an update to its weight (DoRA, aLoRA and others); only "
-            "plain LoRA is merged"
-        )
-    other = [name for name in found if f"{name}.weight" not in skeleton.names and name not in _packed_names(skeleton)]
-    if other:
-        raise ConfigError(f"the adapter has a layer {other[0]}, which the files of the model do not have")
     shared = Counter(skeleton.names[name] for name in skeleton.model.state_dict() if name in skeleton.names)
-    other = [name for name in found if shared[skeleton.names.get(f"{name}.weight", "")] > 1]
-    if other:
-        raise ConfigError(f"the adapter changes {other[0]}, whose weight is that of another layer too (tied)")
-    other = [name for name, part in found.items() if not _is_on_files(name, part, skeleton)]
-    if other:
+    known = {f"{name}.weight" for name in packed_source(skeleton).formats} | skeleton.names.keys()
+    refusals = {
+        "which replaces a whole layer": [
+            name for name, _ in adapted.named_modules() if "modules_to_save" in name.split(".")
+        ],
+        "which does not update a weight": [
+            name for name in tensors if not _MATRIX.search(name) and not _is_in_files(name, tensors[name], skeleton)
+        ],
+        "which does more than add an update to its weight (DoRA, aLoRA and others)": [
+            name for name, part in found.items() if getattr(part, "lora_variant", None)
+        ],
+        "which the files of the model do not have": [name for name in found if f"{name}.weight" not in known],
+        "whose weight is that of another layer too (tied)": [
+            name for name in found if shared[skeleton.names.get(f"{name}.weight", "")] > 1
+        ],
+    }
+    for why, names in refusals.items():
+        if names:
+            raise ConfigError(f"the adapter has {names[0]}, {why}; only plain LoRA updates of linear layers are merged")
+    moved = [name for name, part in found.items() if not _is_on_files(name, part, skeleton)]
+    if moved:
         raise ConfigError(
-            f"the adapter changed the weight below it at {other[0]} (init_lora_weights: PiSSA, OLoRA and others): its "
-            "update does not belong to the weight of the files. Convert it to plain LoRA: peft's save_pretrained with "
+            f"the adapter changed the weight below it at {moved[0]} (init_lora_weights: PiSSA, OLoRA and others): its "
+            "update does not belong to the weight of the files. Convert it to plain LoRA: peft's "
             "path_initial_model_for_weight_conversion"
         )
     return found
@@ -231,28 +231,20 @@ def _is_on_files(name: str, part: Any, skeleton: Skeleton) -> bool:
     return weight is None or torch.equal(weight, skeleton.read(f"{name}.weight", weight))
 
 
-def _packed_names(skeleton: Skeleton) -> Collection[str]:
-    source = packed_source(skeleton)
-    return () if source is None else source.formats
-
-
 def _update(part: Any) -> Tensor:
     delta: Tensor = part.get_delta_weight(part.active_adapters[0])
     return delta.detach().float().cpu()
 
 
 def _write(
-    target: Path,
-    skeleton: Skeleton,
-    source: PackedSource | None,
-    updates: Mapping[str, Any],
-    dtype: torch.dtype | None,
+    target: Path, skeleton: Skeleton, files: PackedSource, updates: Mapping[str, Any], dtype: torch.dtype | None
 ) -> None:
     """Shards as those of the source. `dtype`: None, if packed layers are packed again."""
-    files = unpacked_source(skeleton) if source is None else source
     config = {key: value for key, value in skeleton.folder.config.items() if key != "quantization_config"}
     if dtype is None:
-        config["quantization_config"] = compressed_tensors.make_config(files.formats, files.float_layers())
+        config["quantization_config"] = compressed_tensors.make_config(
+            files.formats, float_layers(skeleton, files.formats)
+        )
     else:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -267,8 +259,7 @@ def _write(
             return {key: _rounded(weight if update is None else weight + update, dtype, key)}
         if update is not None:
             if not isinstance(packed, PackedWeight):
-                kind = files.formats[layer].kind
-                raise ConfigError(f"{layer} has {kind} weights: merge to requantized, bfloat16 or float16")
+                raise ConfigError(f"{layer} has {packed.kind} weights: merge to requantized, bfloat16 or float16")
             packed = add_to_packed(packed, update, layer)
         return compressed_tensors.layer_tensors(files.file_name(layer), packed)
 
@@ -289,18 +280,9 @@ def _rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def add_to_packed(packed: PackedWeight, update: Tensor, name: str) -> PackedWeight:
-    """The weight plus `update (out, in)` in the same number format.
-
-    Each group gets a searched scale for its new values, or keeps the one it has, whichever is nearer to them.
-    """
+    """The weight plus `update (out, in)` in the same format; each group gets a new scale or keeps its own."""
     wanted = packed.dequantize(torch.float32) + update
-    recipe = Recipe(
-        method="rtn",
-        bits=packed.bits,
-        group_size=packed.group_size,
-        symmetric=packed.symmetric,
-        scale_search="nearest",
-    )
+    recipe = Recipe("rtn", packed.bits, packed.group_size, packed.symmetric, "nearest")
     fresh = round_weight(wanted, None, recipe, name, stored=packed.scales.dtype).packed
     assert isinstance(fresh, PackedWeight)
     kept = _on_grid(wanted, packed)

@@ -27,8 +27,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.execution.run_folder import RunFolder, hold_run
 from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.finetuning.data.instructions import Sample, read_instructions
-from sparsebit.llm.finetuning.distributed.pipeline_stage import load_stage
-from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTraining
+from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTraining, load_stage
 from sparsebit.llm.finetuning.distributed.sharded_training import ShardedTraining
 from sparsebit.llm.finetuning.layers.packed_lora import peft_module
 from sparsebit.llm.finetuning.training_loop import TrainingLoop
@@ -92,19 +91,13 @@ def finetune(
     tuning = tuning or Tuning()
     target = Path(output)
     need_new(target)
-    if parallel not in PARALLEL:
-        raise ConfigError(f"parallel={parallel!r}: allowed: {', '.join(PARALLEL)}")
-    if save_every < 1:
-        raise ConfigError(f"save_every={save_every}: allowed: 1 or more")
+    if parallel not in PARALLEL or save_every < 1:
+        known = ", ".join(PARALLEL)
+        raise ConfigError(f"parallel={parallel!r}, save_every={save_every}: allowed: {known}; 1 or more")
     peft_module()
     tokenizer = load_tokenizer(Path(model), trust_remote_code=trust_remote_code)
-    samples = read_instructions(
-        Path(data),
-        tokenizer,
-        length=tuning.length,
-        chat_template=tuning.chat_template,
-        too_long=tuning.too_long,
-    )
+    how: dict[str, Any] = {"chat_template": tuning.chat_template, "too_long": tuning.too_long}
+    samples = read_instructions(Path(data), tokenizer, length=tuning.length, **how)
     with joined(device) as rank, ExitStack() as held:
         partial = rank.from_first(lambda: hold_run(target, held))
         dtype = dtype or (torch.float32 if rank.device.type == "cpu" else torch.bfloat16)
@@ -141,20 +134,16 @@ def _run(
     trust_remote_code: bool,
 ) -> TrainingLoop:
     """The training of this process, with its part of the model."""
+    trust = trust_remote_code
+    stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust) if parallel == "pipeline" else None
+    where = torch.device("cpu") if parallel == "fsdp" else rank.device  # blocks to shard come there one by one
+    backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust) if stage is None else stage.model
+    need_embeddings(torch.tensor(max((max(sample.tokens) for sample in samples), default=0)), backbone)
+    need_positions(max(len(sample.tokens) for sample in samples), backbone)  # positions begin again at each
     # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
     rest = samples, tuning, rank, 0, str(model)
-    highest = torch.tensor(max((max(sample.tokens) for sample in samples), default=0))
-    longest = max(len(sample.tokens) for sample in samples)  # positions begin again at each
-    if parallel == "pipeline":
-        stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
-        need_embeddings(highest, stage.model)
-        need_positions(longest, stage.model)
+    if stage is not None:
         return PipelineTraining(stage, *rest)
-    # Blocks that are sharded come to the device one by one.
-    where = torch.device("cpu") if parallel == "fsdp" else rank.device
-    backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
-    need_embeddings(highest, backbone)
-    need_positions(longest, backbone)
     return (ShardedTraining if parallel == "fsdp" else TrainingLoop)(backbone, *rest)
 
 

@@ -8,8 +8,11 @@ model is (`place`), which rows a process computes (`parts_of`) and how gradients
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.execution.run_folder import read_part, write_part
 from sparsebit.llm.finetuning.data.instructions import Sample
-from sparsebit.llm.finetuning.data.packing_check import check_packing
-from sparsebit.llm.finetuning.data.sample_packing import Batch, make_batch, plan_epochs
+from sparsebit.llm.finetuning.data.sample_packing import Batch, check_packing, make_batch, plan_epochs
 from sparsebit.llm.finetuning.data.token_loss import LossOfBatch, choose_loss, forward
 from sparsebit.llm.finetuning.layers.packed_lora import add_adapter
 from sparsebit.llm.finetuning.layers.recorded_blocks import BlockRecorder, may_draw, record_blocks
-from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
-from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
 from sparsebit.llm.finetuning.tuning import Tuning
+from sparsebit.llm.models.hub_classes import package
 from sparsebit.llm.process_group import Rank
 from sparsebit.progress import note
 
@@ -44,15 +46,8 @@ class TrainingLoop:
     ) -> None:
         self.samples, self.tuning, self.rank, self.pad_token = samples, tuning, rank, pad_token
         self.model = backbone
-        self.peft_model = add_adapter(
-            backbone,
-            rank=tuning.rank,
-            alpha=tuning.alpha,
-            dropout=tuning.dropout,
-            targets=tuning.targets,
-            seed=tuning.seed,
-            base=base,
-        )
+        how: dict[str, Any] = {"rank": tuning.rank, "alpha": tuning.alpha, "dropout": tuning.dropout}
+        self.peft_model = add_adapter(backbone, targets=tuning.targets, seed=tuning.seed, base=base, **how)
         self.model = self.peft_model.get_base_model()
         self.place()
         if tuning.packing:
@@ -60,15 +55,12 @@ class TrainingLoop:
         if tuning.gradient_checkpointing:
             self.checkpoint_blocks()
         self.model.train()
-        self.parameters = trainable(self.model)
-        self.optimizer_name = resolve_optimizer(tuning.optimizer, rank.device)
-        self.optimizer = make_optimizer(
-            self.optimizer_name,
-            list(self.parameters.values()),
-            learning_rate=tuning.learning_rate,
-            weight_decay=tuning.weight_decay,
-        )
-        self.steps = plan(samples, tuning)
+        self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        trained = list(self.parameters.values())
+        self.optimizer_name, self.optimizer = make_optimizer(tuning.optimizer, rank.device, trained, tuning)
+        order = {"num_epochs": tuning.num_epochs, "batch_size": tuning.batch_size, "seed": tuning.seed}
+        steps = plan_epochs(samples, tuning.length, packing=tuning.packing, **order)
+        self.steps = steps[: tuning.max_steps]
         self.num_steps = len(self.steps)
         self.losses: list[float] = []
         self._loss: LossOfBatch | None = None
@@ -98,7 +90,11 @@ class TrainingLoop:
         """Load a state; returns how many steps are done."""
         if state is None:
             return 0
-        restore_parameters(self.parameters, state.parameters)
+        if self.parameters.keys() != state.parameters.keys():
+            raise CheckpointError("the state of the training has other adapters than the model; remove it")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state.parameters[name])
         self.optimizer.load_state_dict(dict(state.optimizer))
         self.losses = list(state.losses)
         return state.step
@@ -168,38 +164,16 @@ class TrainingLoop:
         ]
 
     def add_up(self, loss: Tensor) -> Tensor:
-        """Sum the gradients over all processes; returns the sum of the losses."""
-        return add_up(list(self.parameters.values()), loss)
-
-
-def plan(samples: Sequence[Sample], tuning: Tuning) -> Steps:
-    """The rows of each step."""
-    steps = plan_epochs(
-        samples,
-        tuning.length,
-        packing=tuning.packing,
-        num_epochs=tuning.num_epochs,
-        batch_size=tuning.batch_size,
-        seed=tuning.seed,
-    )
-    return steps[: tuning.max_steps]
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-@torch.no_grad()
-def add_up(parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
-    """Sum the gradients, and the loss, over all processes, in one message."""
-    parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    flat = torch.cat([*(part.float().flatten() for part in parts), loss.float().view(1)])
-    dist.all_reduce(flat)
-    pieces = flat[:-1].split([one.numel() for one in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.grad = piece.view_as(parameter).to(parameter.dtype)
-    return flat[-1]
+        """Sum the gradients, and the loss, over all processes, in one message; returns the sum of the losses."""
+        parameters = list(self.parameters.values())
+        with torch.no_grad():
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            flat = torch.cat([*(part.float().flatten() for part in parts), loss.float().view(1)])
+            dist.all_reduce(flat)
+            pieces = flat[:-1].split([one.numel() for one in parameters])
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+        return flat[-1]
 
 
 def clip_over_processes(gradients: Sequence[Tensor], largest: float, device: torch.device) -> None:
@@ -216,3 +190,85 @@ def clip_over_processes(gradients: Sequence[Tensor], largest: float, device: tor
 def seed_of(seed: int, step: int, index: int) -> int:
     """The seed of the dropout in one part of a step."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {index}".encode()).digest()[:7], "big")
+
+
+OPTIMIZERS: dict[str, str | None] = {"adamw": None, "adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
+
+
+def make_optimizer(
+    name: str, device: torch.device, parameters: Sequence[nn.Parameter], tuning: Tuning
+) -> tuple[str, torch.optim.Optimizer]:
+    """The optimizer and its name; "auto" is the paged 8-bit one on a GPU if bitsandbytes is installed."""
+    if name == "auto":
+        name = "paged_adamw8bit" if device.type == "cuda" and find_spec("bitsandbytes") is not None else "adamw"
+    kind, how = OPTIMIZERS[name], dict[str, Any](lr=tuning.learning_rate, weight_decay=tuning.weight_decay)
+    if kind is None:
+        return name, torch.optim.AdamW(parameters, **how)
+    if device.type != "cuda":
+        raise ConfigError(f"optimizer={name!r} on {device}: bitsandbytes runs on GPUs; use 'adamw'")
+    bitsandbytes = package("bitsandbytes", "", f"optimizer={name!r} (instead of 'adamw')")
+    return name, getattr(bitsandbytes.optim, kind)(parameters, **how)
+
+
+_NUM_KEPT = 2
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a training after `step` steps. `losses`: of each of them."""
+
+    step: int
+    losses: tuple[float, ...]
+    parameters: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+
+
+def save_state(folder: Path, state: TrainingState) -> None:
+    """Keep the state; older ones are removed once it is on the disk."""
+    tensors = {f"parameter.{name}": value for name, value in state.parameters.items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, entries in state.optimizer["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{name}"] = value
+            else:
+                numbers.setdefault(str(index), {})[name] = value
+    losses, optimizer = json.dumps(state.losses), json.dumps(numbers)
+    write_part(_file(folder, state.step), tensors, {"step": str(state.step), "losses": losses, "optimizer": optimizer})
+    for old in _files(folder)[:-_NUM_KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def newest_state(folder: Path, optimizer: torch.optim.Optimizer) -> TrainingState | None:
+    """The last state that was kept; None if there is none."""
+    steps = saved_steps(folder)
+    return state_at(folder, steps[-1], optimizer) if steps else None
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """After how many steps states were kept that are still there, in order."""
+    return [int(path.stem.removeprefix("step-")) for path in _files(folder)]
+
+
+def state_at(folder: Path, step: int, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """The state that was kept after so many steps."""
+    tensors, metadata = read_part(_file(folder, step))
+    entries = {int(index): dict(values) for index, values in json.loads(metadata["optimizer"]).items()}
+    parameters: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "parameter":
+            parameters[rest] = value
+        else:
+            index, _, entry = rest.partition(".")
+            entries.setdefault(int(index), {})[entry] = value
+    whole = {"state": entries, "param_groups": optimizer.state_dict()["param_groups"]}
+    return TrainingState(int(metadata["step"]), tuple(json.loads(metadata["losses"])), parameters, whole)
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}.safetensors"
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    return sorted(folder.glob("step-*.safetensors"))

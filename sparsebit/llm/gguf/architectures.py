@@ -1,13 +1,85 @@
-"""The architectures of GGUF files: a row each, with the settings that llama.cpp computes in only one way."""
+"""The architectures of GGUF files, a row each, and their rotary embeddings: the settings that llama.cpp computes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sparsebit.errors import DeploymentError
-from sparsebit.llm.gguf.rotary import LINEAR, LONG, PLAIN, THIRD, is_plain
+
+PLAIN, LINEAR, THIRD, LONG = "default", "linear", "llama3", "longrope"
+
+
+def is_plain(config: Any) -> bool:
+    """Whether whole heads are rotated, by the frequencies of their base."""
+    return _kind(config) == PLAIN and _part(config) == 1.0
+
+
+def _kind(config: Any) -> str:
+    return str(_whole(config).get("rope_type", PLAIN))
+
+
+def _part(config: Any) -> float:
+    return float(_whole(config).get("partial_rotary_factor", 1.0))
+
+
+def _whole(config: Any) -> dict[str, Any]:
+    """The settings of layers that attend to the whole text; layers with a window may have others (Gemma 3)."""
+    rope = config.rope_parameters or {}
+    return dict(rope.get("full_attention", rope))
+
+
+def add_rotary(writer: Any, config: Any, width: int, kinds: tuple[str, ...], *, is_partial: bool) -> None:
+    """Write the rotation of heads of this width. `kinds`: of llama.cpp; `is_partial`: it turns a part of a head."""
+    rope, kind, part = _whole(config), _kind(config), _part(config)
+    local = (config.rope_parameters or {}).get("sliding_attention", {})
+    is_scaled = local.get("rope_type", PLAIN) != PLAIN
+    if kind not in kinds or is_scaled or (part != 1.0 and not is_partial):
+        raise DeploymentError(
+            f"rotary embeddings {dict(config.rope_parameters)} are not written to GGUF files of {config.model_type} "
+            f"models; only types {', '.join(kinds)}{'' if is_partial else ', of whole heads'}"
+        )
+    writer.add_rope_dimension_count(int(width * part))
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or 10000.0))
+    if local:
+        writer.add_rope_freq_base_swa(float(local["rope_theta"]))
+    if kind in (LINEAR, LONG):
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    if kind == LINEAR:
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if kind == LONG:
+        writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(_computed(config)[1])
+
+
+def frequency_factors(config: Any) -> dict[str, Tensor]:
+    """The divisors of the base's frequencies, `(rotated width / 2,)`, by the names of these tensors. Phi-3 has others
+    for long texts: llama.cpp uses them if its context is longer than the original one, transformers if the text is.
+    """
+    if _kind(config) == LONG:
+        lists = {length: config.rope_parameters[f"{length}_factor"] for length in ("long", "short")}
+        return {f"rope_factors_{length}.weight": torch.tensor(factors).float() for length, factors in lists.items()}
+    if _kind(config) != THIRD:
+        return {}
+    frequencies, _ = _computed(config)
+    exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
+    factors = float(config.rope_parameters["rope_theta"]) ** -exponents / frequencies.double()
+    return {"rope_freqs.weight": factors.float()}
+
+
+def _computed(config: Any) -> tuple[Tensor, float]:
+    """The frequencies, and the factor of the rotated heads, as in transformers for a short text."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, factor = ROPE_INIT_FUNCTIONS[_kind(config)](config, torch.device("cpu"))
+    return frequencies, float(factor)
+
 
 _BIASES = ("attention_bias", "mlp_bias")
 
@@ -20,10 +92,8 @@ class GgufArchitecture:
     if the file specifies it. `norm_offset`: the value added to the weights of norms. `whole_every`: of this many layers
     the last attends to the whole text, the others to a window. `activation`: the only one that it computes.
     `has_biases`: it reads those of all layers. `has_wide_heads`: the file contains the width of a head; otherwise all
-    heads together are as wide as the hidden states. `fixed`: settings of the config that it does not read, with the
-    value that it assumes.
-
-    `has_reader`: transformers reads such files. `unread`: settings of the config that it does not read from the file.
+    heads together are as wide as the hidden states. `fixed`: settings that it does not read, with the values that it
+    assumes. `has_reader`: transformers reads such files. `unread`: settings that it does not read from the file.
     """
 
     name: str
@@ -45,7 +115,7 @@ _LLAMA = GgufArchitecture("llama", rotates_pairs=True, rotary=(PLAIN, LINEAR, TH
 ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "mixtral": GgufArchitecture("llama", rotates_pairs=True, rotary=(PLAIN, LINEAR, THIRD), has_reader=False),
+    "mixtral": replace(_LLAMA, has_biases=False, has_reader=False),
     "qwen2": GgufArchitecture("qwen2", has_wide_heads=False),
     "qwen3": GgufArchitecture("qwen3", unread=("head_dim",)),
     "qwen3_moe": GgufArchitecture(
@@ -58,11 +128,7 @@ ARCHITECTURES = {
         norm_offset=1.0,
         whole_every=6,
         activation="gelu_pytorch_tanh",
-        fixed={
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
+        fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
         unread=("query_pre_attn_scalar", "rope_parameters"),
     ),
     "phi3": GgufArchitecture(
@@ -110,10 +176,7 @@ def head_width(config: Any) -> int:
 
 
 def text_length(config: Any) -> int:
-    """The number of tokens of the longest text that the file is for.
-
-    If all layers attend only to the last tokens, it is shorter than the model's: llama.cpp would attend to all.
-    """
+    """The longest text in tokens: shorter than the model's if all layers have a window, as llama.cpp attends to all."""
     length = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is None or ARCHITECTURES[config.model_type].whole_every > 1:
@@ -125,9 +188,8 @@ def unnamed_settings(config: Any) -> dict[str, Any]:
     """Settings that transformers does not find in the file: it has no key for biases, and it leaves some keys out."""
     found: dict[str, Any] = {name: True for name in _BIASES if getattr(config, name, False)}
     usual = type(config)()
-    for name in ARCHITECTURES[config.model_type].unread:
-        if getattr(config, name) != getattr(usual, name, None):
-            found[name] = getattr(config, name)
+    settings = {name: getattr(config, name) for name in ARCHITECTURES[config.model_type].unread}
+    found |= {name: value for name, value in settings.items() if value != getattr(usual, name, None)}
     if not is_plain(config):
         found["rope_parameters"] = dict(config.rope_parameters)
         if text_length(config) < config.max_position_embeddings:  # of which rotary embeddings may be made

@@ -6,7 +6,7 @@ signed bytes, `w = q d`. None of them has a zero point. A packed weight is store
 `code - zero` without rounding: Q4_0 for up to 3 bits and for 4 without zero points, Q5_0 for 4 with zero points, Q8_0
 for 8 bits.
 
-Other weights are rounded: to Q4_K and Q6_K (see `k_quant_blocks`), or to Q5_0 and Q8_0 if a row is not a
+Other weights are rounded: to Q4_K and Q6_K (see `k_quant_math`), or to Q5_0 and Q8_0 if a row is not a
 whole number of their blocks of 256.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import DeploymentError
-from sparsebit.llm.gguf.k_quant_blocks import (
+from sparsebit.llm.gguf.k_quant_math import (
     Q4_K_BYTES,
     Q4_K_GROUP,
     Q4K,
@@ -26,8 +26,10 @@ from sparsebit.llm.gguf.k_quant_blocks import (
     Q6_K_GROUP,
     Q6K,
     SUPER_BLOCK,
+    fit_q4_k,
+    fit_q6_k,
+    fit_symmetric,
 )
-from sparsebit.llm.gguf.k_quant_math import fit_q4_k, fit_q6_k, fit_symmetric
 from sparsebit.llm.layers.float_weight import Weight
 from sparsebit.llm.layers.packed_weight import PackedWeight
 
@@ -46,9 +48,7 @@ _MIDDLE = {"Q4_0": 8, "Q5_0": 16}
 
 def block_type(bits: int, symmetric: bool) -> BlockType:
     """The type whose blocks can hold codes of this many bits."""
-    if bits > 4:
-        return "Q8_0"
-    return "Q4_0" if symmetric or bits < 4 else "Q5_0"
+    return "Q8_0" if bits > 4 else "Q4_0" if symmetric or bits < 4 else "Q5_0"
 
 
 def why_not(packed: PackedWeight) -> str | None:
@@ -64,27 +64,22 @@ def why_not(packed: PackedWeight) -> str | None:
 
 def blocks_of(packed: PackedWeight) -> Tensor:
     """The rows of the weight as bytes, `(out, in / 32 * bytes of a block)`."""
-    kind = block_type(packed.bits, packed.symmetric)
-    per_scale = packed.group_size // BLOCK
-    scales = packed.scales.repeat_interleave(per_scale, 1)[..., None].to(torch.float16)
-    zeros: Tensor | int = 1 << packed.bits - 1
+    scales, zeros = _repeated(packed.scales, packed, BLOCK), None
     if packed.zeros is not None:
-        zeros = packed.zeros.repeat_interleave(per_scale, 1)[..., None].to(torch.int16)
-    numbers = packed.codes().unflatten(1, (-1, BLOCK)).to(torch.int16) - zeros
-    return _to_bytes(kind, scales, numbers)
+        zeros = _repeated(packed.zeros, packed, BLOCK)
+    assert scales is not None, "why_not refuses other groups"
+    middle = 1 << packed.bits - 1 if zeros is None else zeros[..., None].to(torch.int16)
+    numbers = packed.codes().unflatten(1, (-1, BLOCK)).to(torch.int16) - middle
+    kind = block_type(packed.bits, packed.symmetric)
+    return _to_bytes(kind, scales[..., None].to(torch.float16), numbers)
 
 
 def rounded_blocks(weight: Weight | Tensor, kind: str) -> Tensor:
-    """The rows of the weight as bytes of a type that has to round it: scales are searched for a small error.
-
-    Codes of a packed weight with up to 4 bits are kept if they can be: only its scales and zero points are rounded.
-    """
+    """The rows as bytes of a type that rounds, with searched scales; codes of up to 4 bits are kept if they can be."""
     values = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
     if not bool(values.isfinite().all()):
         raise DeploymentError("a weight has values that are not finite")
-    known = None
-    if isinstance(weight, PackedWeight) and weight.bits <= 4:
-        known = weight
+    known = weight if isinstance(weight, PackedWeight) and weight.bits <= 4 else None
     if kind == "Q4_K":
         return fit_q4_k(values, None if known is None else _scales_and_mins(known)).to_bytes()
     if kind == "Q6_K":
@@ -134,6 +129,5 @@ def _scales_and_mins(packed: PackedWeight) -> tuple[Tensor, Tensor] | None:
 
 
 def _repeated(numbers: Tensor, packed: PackedWeight, columns: int) -> Tensor | None:
-    if packed.group_size % columns:
-        return None
-    return numbers.repeat_interleave(packed.group_size // columns, 1)
+    """Numbers of groups for each `columns` weights; None, if some of these have several."""
+    return None if packed.group_size % columns else numbers.repeat_interleave(packed.group_size // columns, 1)

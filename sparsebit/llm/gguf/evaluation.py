@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
+from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.gguf.file import gguf_package
 from sparsebit.llm.models.calibration_text import read_documents, windows
+from sparsebit.llm.models.hub_classes import package
 from sparsebit.llm.running.perplexity import Perplexity, mean_perplexity
 from sparsebit.progress import track
 
@@ -58,11 +59,10 @@ def _output_layer(path: Path) -> tuple[Tensor, Tensor | None]:
     gguf = gguf_package()
     try:
         tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{path} cannot be read as a GGUF file ({error})") from error
-    name = next((name for name in ("output.weight", "token_embd.weight") if name in tensors), None)
-    if name is None:
-        raise CheckpointError(f"{path} has no output layer; give the GGUF file of a causal language model")
+        name = next(name for name in ("output.weight", "token_embd.weight") if name in tensors)
+    except (OSError, ValueError, KeyError, IndexError, StopIteration) as error:
+        problem = "it has no output layer" if isinstance(error, StopIteration) else error
+        raise CheckpointError(f"{path} cannot be read as a GGUF file of a language model ({problem})") from error
 
     def values(name: str) -> Tensor:
         stored = tensors[name]
@@ -73,13 +73,7 @@ def _output_layer(path: Path) -> tuple[Tensor, Tensor | None]:
 
 @contextlib.contextmanager
 def _server(path: Path, length: int, *, is_embedding: bool) -> Iterator[Any]:
-    try:
-        import xllamacpp
-    except ImportError:
-        raise ConfigError(
-            f"{path}: GGUF files are measured by llama.cpp, whose package xllamacpp is not installed: pip install "
-            "xllamacpp; or measure the folder that the file was made from"
-        ) from None
+    xllamacpp = package("xllamacpp", "", f"{path}: measuring a GGUF file")
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(path)
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = length
@@ -111,18 +105,15 @@ def _tokens(server: Any, text: str) -> Tensor:
 
 
 def _prediction(server: Any, tokens: list[int]) -> tuple[int, dict[int, float]] | None:
-    """Log probabilities of the likeliest tokens after a prefix of the tokens, and its length.
-
-    There are none if the sampled token is a part of a letter: then another prefix is used.
-    """
+    """The length of a prefix and log probabilities of the likeliest next tokens; None for parts of letters."""
     for size in _PREFIXES:
-        prompt = tokens[:size]
-        request = {"prompt": prompt, "max_tokens": 1, "logprobs": _NUM_COMPARED, "temperature": 0}
+        request = {"prompt": tokens[:size], "max_tokens": 1, "logprobs": _NUM_COMPARED, "temperature": 0}
         answer = server.handle_completions({**request, "cache_prompt": False})
         content = (answer.get("choices", [{}])[0].get("logprobs") or {}).get("content") or []
         if content and content[0].get("top_logprobs"):
-            return len(prompt), {int(one["id"]): float(one["logprob"]) for one in content[0]["top_logprobs"]}
-        if len(prompt) == len(tokens):
+            likeliest = {int(one["id"]): float(one["logprob"]) for one in content[0]["top_logprobs"]}
+            return min(size, len(tokens)), likeliest
+        if size >= len(tokens):
             break
     return None
 
@@ -132,6 +123,5 @@ def _compare(found: Tensor, expected: dict[int, float], path: Path) -> None:
     if not difference <= _TOLERANCE:
         raise DeploymentError(
             f"{path}: log probabilities of llama.cpp differ by {difference:.2g} from hidden states times the output "
-            "layer (its architecture changes its logits further), so that the perplexity would be wrong; measure the "
-            "model folder instead"
+            "layer: its architecture changes its logits further; measure the model folder instead"
         )

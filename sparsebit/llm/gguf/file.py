@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.errors import DeploymentError
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_source import PackedSource
 from sparsebit.llm.gguf.architectures import (
     GgufArchitecture,
+    add_rotary,
+    frequency_factors,
     gguf_architecture,
     head_width,
     text_length,
     unnamed_settings,
 )
-from sparsebit.llm.gguf.mixes import Mix
-from sparsebit.llm.gguf.rotary import add_rotary, frequency_factors
-from sparsebit.llm.gguf.tensors import GgufTensor, constant_tensor, gguf_tensors
+from sparsebit.llm.gguf.blocks import BYTES
+from sparsebit.llm.gguf.k_quant_math import SUPER_BLOCK
+from sparsebit.llm.gguf.tensors import SMALL_BLOCKS, GgufTensor, Mix, constant_tensor, gguf_tensors
 from sparsebit.llm.gguf.tokenizer import add_tokenizer
+from sparsebit.llm.models.hub_classes import package
 from sparsebit.progress import track
 
 log = logging.getLogger(__name__)
@@ -34,11 +40,7 @@ log = logging.getLogger(__name__)
 
 def gguf_package() -> Any:
     """The package gguf."""
-    try:
-        import gguf
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("gguf", "gguf", "GGUF files") from None
-    return gguf
+    return package("gguf", "gguf", "GGUF files")
 
 
 @torch.no_grad()
@@ -57,17 +59,32 @@ class _NoWriter:
 
 
 def _add_settings(writer: Any, config: Any, row: GgufArchitecture) -> None:
-    _add_sizes(writer, config)
-    _add_experts(writer, config)
+    """`config`: as read by transformers, which converts older settings to their present form."""
+    heads, size = int(config.num_attention_heads), head_width(config)
+    writer.add_vocab_size(int(config.vocab_size))
+    writer.add_context_length(text_length(config))
+    writer.add_embedding_length(int(config.hidden_size))
+    writer.add_block_count(int(config.num_hidden_layers))
+    writer.add_feed_forward_length(int(config.intermediate_size))
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(int(config.num_key_value_heads or heads))
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
+    else:
+        writer.add_layer_norm_eps(float(config.layer_norm_eps))
+    if getattr(config, "num_experts", None) is not None:
+        writer.add_expert_count(int(config.num_experts))
+        writer.add_expert_used_count(int(config.num_experts_per_tok))
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(int(config.moe_intermediate_size))
     _add_window(writer, config, row)
-    add_rotary(writer, config, head_width(config), row.rotary, is_partial=row.is_partly_rotated)
+    add_rotary(writer, config, size, row.rotary, is_partial=row.is_partly_rotated)
 
 
 def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list[GgufTensor]:
-    """Write the model to `path`, one tensor in memory at a time; returns the written tensors.
-
-    `mix`: the types that matrices are rounded to. None: packed layers keep their codes, in types that hold them.
-    """
+    """Write the model, one tensor in memory at a time; without `mix`, packed layers keep their codes."""
     gguf = gguf_package()
     folder = source.skeleton.folder
     config = source.skeleton.model.config
@@ -118,44 +135,52 @@ def _log_limits(name: str, config: Any, row: GgufArchitecture) -> None:
         )  # fmt: skip
 
 
-def _add_sizes(writer: Any, config: Any) -> None:
-    """`config`: as read by transformers, which converts older settings to their present form."""
-    heads, size = int(config.num_attention_heads), head_width(config)
-    writer.add_vocab_size(int(config.vocab_size))
-    writer.add_context_length(text_length(config))
-    writer.add_embedding_length(int(config.hidden_size))
-    writer.add_block_count(int(config.num_hidden_layers))
-    writer.add_feed_forward_length(int(config.intermediate_size))
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(int(config.num_key_value_heads or heads))
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
-    else:
-        writer.add_layer_norm_eps(float(config.layer_norm_eps))
-
-
-def _add_experts(writer: Any, config: Any) -> None:
-    if getattr(config, "num_experts", None) is None:
-        return
-    writer.add_expert_count(int(config.num_experts))
-    writer.add_expert_used_count(int(config.num_experts_per_tok))
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(int(config.moe_intermediate_size))
-
-
 def _add_window(writer: Any, config: Any, row: GgufArchitecture) -> None:
     """In llama.cpp, the architecture, not the file, defines which layers only attend to the last tokens."""
-    if row.whole_every == 1:
+    every = row.whole_every
+    if every == 1:
         return
-    kinds = [
-        "full_attention" if (i + 1) % row.whole_every == 0 else "sliding_attention"
-        for i in range(len(config.layer_types))
-    ]
-    if list(config.layer_types) != kinds:
+    given = list(config.layer_types)
+    if given != ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(len(given))]:
         raise DeploymentError(
-            f"layer_types {list(config.layer_types)}: in GGUF files of {row.name} each {row.whole_every}th layer "
-            "attends to the whole text, and the others to a window"
+            f"layer_types {given}: in GGUF files of {row.name} each {every}th layer attends to the whole text, and the "
+            "others to a window"
         )
     writer.add_sliding_window(int(config.sliding_window))
+
+
+_CODE_BITS = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6}
+
+
+def warn_of_growth(tensors: Iterable[GgufTensor], formats: Mapping[str, LayerFormat]) -> None:
+    """`formats`: of the packed layers that the file was made from. Types that were requested by name do not count."""
+    exact: Counter[tuple[LayerFormat, str]] = Counter()
+    replaced: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.is_rounded:
+            replaced[tensor.kind] += tensor.kind in SMALL_BLOCKS.values()
+            continue
+        for parameter in tensor.parameters:
+            layer = formats.get(parameter.removesuffix(".weight"))
+            if layer is not None and _CODE_BITS[tensor.kind] > layer.bits:
+                exact[layer, tensor.kind] += 1
+    for (layer, kind), count in exact.items():
+        zero_points = "" if layer.symmetric else " with zero points"
+        log.warning(
+            "%d layers of %d bits%s are stored as %s, %.1f bits a weight: no smaller GGUF type holds them without "
+            "rounding; quantize with --for llama.cpp (4 bits become Q4_0, %.1f bits a weight), or round to a smaller "
+            "type (--gguf-type Q4_K)",
+            *(count, layer.bits, zero_points, kind, _bits_of(kind), _bits_of("Q4_0")),
+        )
+    for wanted, kind in SMALL_BLOCKS.items():
+        if replaced[kind]:
+            log.warning(
+                "%d tensors are stored as %s, %.1f bits a weight, instead of %s, %.1f bits: their rows are not a "
+                "multiple of %d columns",
+                *(replaced[kind], kind, _bits_of(kind), wanted, _bits_of(wanted), SUPER_BLOCK),
+            )
+
+
+def _bits_of(kind: str) -> float:
+    weights, size = BYTES[kind]
+    return 8 * size / weights

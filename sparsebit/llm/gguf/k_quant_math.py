@@ -1,4 +1,12 @@
-"""Scales, mins and codes of Q4_K and Q6_K with a small weighted error.
+"""Q4_K and Q6_K, blocks of 256 weights in GGUF files: their bytes, and scales, mins and codes with a small error.
+
+| type | bytes | a weight is | integers |
+|---|---|---|---|
+| Q4_K | 144 | `d * scale * code - dmin * min` | codes 0..15; of 32 weights a scale and a min, 0..63 |
+| Q6_K | 210 | `d * scale * (code - 32)` | codes 0..63; of 16 weights a scale, -128..127 |
+
+`d` and `dmin` are float16. Values are computed in float32 in the order of the formula, as llama.cpp and the package
+gguf compute them.
 
 Letters: `X (rows, blocks, groups, columns)` the weights; `I` their importance, of the same shape; `s`, `m` scale and
 min of a group as floats; `S`, `M` as the stored integers; `d`, `e` (`dmin` in the file) their factors; `Q` the
@@ -12,17 +20,104 @@ follow, and `d` and `e` are fitted to them. Every step is kept only if the error
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsebit.llm.gguf.k_quant_blocks import (
-    Q4_K_GROUP,
-    Q4K,
-    Q6_K_GROUP,
-    Q6_K_MIDDLE,
-    Q6K,
-)
+SUPER_BLOCK = 256
+Q4_K_BYTES, Q6_K_BYTES = 144, 210
+Q4_K_GROUP, Q6_K_GROUP = 32, 16
+Q6_K_MIDDLE = 32
+
+
+@dataclass(frozen=True)
+class Q4K:
+    """`d`, `dmin (rows, blocks)` float16; `scales`, `mins (rows, blocks, 8)`; `codes (rows, blocks, 8, 32)`: uint8."""
+
+    d: Tensor
+    dmin: Tensor
+    scales: Tensor
+    mins: Tensor
+    codes: Tensor
+
+    def values(self) -> Tensor:
+        """`(rows, columns)` float32."""
+        scales = (self.d.float()[..., None] * self.scales.float())[..., None]
+        mins = (self.dmin.float()[..., None] * self.mins.float())[..., None]
+        return (scales * self.codes.float() - mins).flatten(1)
+
+    def to_bytes(self) -> Tensor:
+        """`(rows, blocks * 144)` uint8."""
+        low, high = self.codes[..., 0::2, :], self.codes[..., 1::2, :]
+        numbers = [_half_bytes(self.d), _half_bytes(self.dmin), _pack_six_bits(self.scales, self.mins)]
+        return torch.cat([*numbers, (low | high << 4).flatten(-2)], -1).flatten(1).contiguous()
+
+    @classmethod
+    def from_bytes(cls, data: Tensor) -> Q4K:
+        blocks = data.unflatten(1, (-1, Q4_K_BYTES))
+        scales, mins = _unpack_six_bits(blocks[..., 4:16])
+        packed = blocks[..., 16:].unflatten(-1, (4, 32))
+        codes = torch.stack([packed & 15, packed >> 4], -2).flatten(-3, -2)
+        return cls(_half(blocks[..., 0:2]), _half(blocks[..., 2:4]), scales, mins, codes)
+
+
+@dataclass(frozen=True)
+class Q6K:
+    """`d (rows, blocks)` float16; `scales (rows, blocks, 16)` int8; `codes (rows, blocks, 16, 16)` uint8."""
+
+    d: Tensor
+    scales: Tensor
+    codes: Tensor
+
+    def values(self) -> Tensor:
+        """`(rows, columns)` float32."""
+        scales = (self.d.float()[..., None] * self.scales.float())[..., None]
+        return (scales * (self.codes.float() - Q6_K_MIDDLE)).flatten(1)
+
+    def to_bytes(self) -> Tensor:
+        """`(rows, blocks * 210)` uint8: lower four bits, upper two bits, scales, `d`."""
+        codes = self.codes.flatten(-2).unflatten(-1, (2, 4, 32))  # halves of a block, quarters of a half
+        low, high = codes & 15, codes >> 4
+        lower = torch.cat([low[..., 0, :] | low[..., 2, :] << 4, low[..., 1, :] | low[..., 3, :] << 4], -1)
+        upper = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
+        parts = [lower.flatten(-2), upper.flatten(-2), self.scales.view(torch.uint8), _half_bytes(self.d)]
+        return torch.cat(parts, -1).flatten(1).contiguous()
+
+    @classmethod
+    def from_bytes(cls, data: Tensor) -> Q6K:
+        blocks = data.unflatten(1, (-1, Q6_K_BYTES))
+        lower = blocks[..., :128].unflatten(-1, (2, 2, 32))  # halves of a block, lower and upper half of 64 bytes
+        upper = blocks[..., 128:192].unflatten(-1, (2, 32))
+        low = torch.cat([lower & 15, lower >> 4], -2)
+        high = torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], -2)
+        codes = (low | high << 4).flatten(-3).unflatten(-1, (16, 16))
+        scales = blocks[..., 192:208].contiguous().view(torch.int8)
+        return cls(_half(blocks[..., 208:210]), scales, codes)
+
+
+def _pack_six_bits(scales: Tensor, mins: Tensor) -> Tensor:
+    """Eight scales and eight mins of six bits in 12 bytes: the upper two bits of the last four are in the first."""
+    first = scales[..., :4] | scales[..., 4:] >> 4 << 6
+    second = mins[..., :4] | mins[..., 4:] >> 4 << 6
+    third = scales[..., 4:] & 15 | (mins[..., 4:] & 15) << 4
+    return torch.cat([first, second, third], -1)
+
+
+def _unpack_six_bits(data: Tensor) -> tuple[Tensor, Tensor]:
+    first, second, third = data[..., :4], data[..., 4:8], data[..., 8:]
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
+    mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
+    return scales, mins
+
+
+def _half_bytes(numbers: Tensor) -> Tensor:
+    return numbers[..., None].contiguous().view(torch.uint8)
+
+
+def _half(data: Tensor) -> Tensor:
+    return data.contiguous().view(torch.float16)[..., 0]
+
 
 _CHUNK = 1 << 17  # weights at once, so that they fit the cache
 _LARGEST4, _LARGEST_SIX_BITS = 15, 63
@@ -32,17 +127,12 @@ _TINY = 1e-30
 
 @torch.no_grad()
 def fit_q4_k(weight: Tensor, start: tuple[Tensor, Tensor] | None = None) -> Q4K:
-    """`weight (rows, columns)` as Q4_K.
-
-    `start`: scale and min `(rows, columns / 32)` of groups that are known already, such as those of a packed weight.
-    """
+    """`weight (rows, columns)` as Q4_K. `start`: scales and mins `(rows, columns / 32)`, as of a packed weight."""
     parts = []
     for rows in _row_chunks(weight):
         known = None if start is None else (_in_blocks(start[0][rows], 8), _in_blocks(start[1][rows], 8))
         parts.append(_fit_q4_k(weight[rows].float().unflatten(1, (-1, 8, Q4_K_GROUP)), known))
-    return Q4K(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("d", "dmin", "scales", "mins", "codes"))
-    )
+    return Q4K(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @torch.no_grad()
@@ -52,7 +142,7 @@ def fit_q6_k(weight: Tensor, start: Tensor | None = None) -> Q6K:
     for rows in _row_chunks(weight):
         known = None if start is None else _in_blocks(start[rows], 16)
         parts.append(_fit_q6_k(weight[rows].float().unflatten(1, (-1, 16, Q6_K_GROUP)), known))
-    return Q6K(*(torch.cat([getattr(part, name) for part in parts]) for name in ("d", "scales", "codes")))
+    return Q6K(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @torch.no_grad()
@@ -171,14 +261,10 @@ def _fit_q6_k(X: Tensor, start: Tensor | None) -> Q6K:
 
 
 def _symmetric_scales(X: Tensor, I: Tensor, lowest: int, highest: int) -> Tensor:  # noqa: E741
-    """Scales of groups, by least squares for the codes of several ranges; negative, if the largest weight is positive.
-
-    There is one code more below 0 than above: the largest weight gets it.
-    """
+    """Scales by least squares for the codes of several ranges. The largest weight gets the one more code below 0."""
     place = X.abs().argmax(-1, keepdim=True)
     largest = X.gather(-1, place)[..., 0]
     best = largest / lowest
-
     squares = (I * X.square()).sum(-1)
     least = (I * (best[..., None] * _nearest(X, best, lowest, highest) - X).square()).sum(-1)
     for step in range(-9, 10, 2):
@@ -192,9 +278,8 @@ def _symmetric_scales(X: Tensor, I: Tensor, lowest: int, highest: int) -> Tensor
 
 
 def _shared_factor(numbers: Tensor, slope: Tensor, most: int, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-    """`d (rows, blocks)` and integers `S` with `d S` near `numbers (rows, blocks, groups)`, errors weighted by `slope`.
-
-    The largest number becomes an integer from `most / 2` to `most`, whichever fits the others best.
+    """`d (rows, blocks)` and integers `S` with `d S` near `numbers (rows, blocks, groups)`, errors weighted by `slope`:
+    the largest becomes an integer from `most / 2` to `most`, whichever fits the others best.
     """
     largest = numbers.abs().amax(-1)
     least = torch.full_like(largest, torch.inf)

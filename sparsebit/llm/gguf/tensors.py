@@ -1,36 +1,85 @@
-"""`GgufTensor`: a tensor of a GGUF file, and how its bytes are made from the model's files.
+"""`GgufTensor`: a tensor of a GGUF file, how its bytes are made from the model's files, and `Mix`: to which type.
 
 In `llama` files the rows of q and k are in another order, since llama.cpp rotates neighbouring pairs; blocks are within
-rows, so whole rows of blocks are moved. Vectors become float32; matrices that are not rounded keep their type.
+rows, so whole rows of blocks are moved. Vectors become float32; matrices that are not rounded keep their type. `Q4_K_M`
+is llama.cpp's: more bits for the output layer, and for v (or q, k and v in one matrix) and down, whose errors cost
+most, in half of the blocks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sparsebit.errors import DeploymentError
+from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_source import PackedSource
-from sparsebit.llm.gguf.blocks import (
-    BLOCK,
-    BYTES,
-    block_type,
-    blocks_of,
-    rounded_blocks,
-    values_of,
-    why_not,
-)
-from sparsebit.llm.gguf.mixes import KType, Mix, fitting
+from sparsebit.llm.gguf.blocks import BLOCK, BYTES, block_type, blocks_of, rounded_blocks, values_of, why_not
+from sparsebit.llm.gguf.k_quant_math import SUPER_BLOCK
 from sparsebit.llm.layers.float_weight import Weight, integers
+
+KType = Literal["Q4_K", "Q6_K"]
+EXACT = "exact"
+_SENSITIVE = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
+_ROUTER = "ffn_gate_inp"  # selects the experts: a rounding error would select others
+# llama.cpp's choice for rows that are not a whole number of blocks: types with blocks of 32.
+SMALL_BLOCKS: dict[KType, Literal["Q5_0", "Q8_0"]] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """`file_type`: llama.cpp's name. `usual`: of the blocks' layers. None of the others: as in the model's files.
+
+    `sensitive`: of v, of q, k and v in one matrix, and of down, in the first and last eighth of the blocks, and in
+    every third between them.
+    """
+
+    file_type: str
+    usual: KType
+    sensitive: KType | None = None
+    embedding: KType | None = None
+    output: KType | None = None
+
+    def type_of(self, name: str, num_blocks: int, *, is_tied: bool) -> KType | None:
+        """The type of a matrix by its name in the file; None: not rounded. `is_tied`: the embedding is the output."""
+        if name == "token_embd.weight":
+            return self.output if is_tied else self.embedding
+        if name == "output.weight":
+            return self.output
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if found is None or found[2] == _ROUTER:
+            return None
+        block, eighth = int(found[1]), num_blocks // 8
+        has_more_bits = block < eighth or block >= 7 * num_blocks // 8 or (block - eighth) % 3 == 2
+        return self.sensitive if self.sensitive and found[2] in _SENSITIVE and has_more_bits else self.usual
+
+
+MIXES = {
+    "Q4_K": Mix("MOSTLY_Q4_K_S", "Q4_K"),
+    "Q6_K": Mix("MOSTLY_Q6_K", "Q6_K"),
+    "Q4_K_M": Mix("MOSTLY_Q4_K_M", "Q4_K", sensitive="Q6_K", embedding="Q4_K", output="Q6_K"),
+}
+
+
+def mix_of(gguf_type: str) -> Mix | None:
+    """The mix by its name; None for types that hold the codes of a packed model without rounding."""
+    if gguf_type != EXACT and gguf_type not in MIXES:
+        raise ConfigError(f"gguf_type={gguf_type!r}: allowed: {EXACT}, {', '.join(MIXES)}")
+    return MIXES.get(gguf_type)
+
+
+def fitting(kind: KType, columns: int) -> str:
+    """The type itself, or the one with small blocks if `columns` is not a multiple of 256."""
+    return kind if columns % SUPER_BLOCK == 0 else SMALL_BLOCKS[kind]
+
 
 _EXPERT = re.compile(r"(\.experts)\.\d+\.(\w+)$")
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -75,10 +124,7 @@ def gguf_tensors(
     mix: Mix | None,
     norm_offset: float = 0.0,
 ) -> list[GgufTensor]:
-    """All tensors of the model. `name_of(module)`: its name in files of `architecture`.
-
-    `norm_offset`: is added to the weights of norms.
-    """
+    """All tensors of the model. `name_of(module)`: its name in files. `norm_offset`: is added to weights of norms."""
     skeleton = source.skeleton
     folder, config = skeleton.folder, skeleton.model.config
     num_blocks, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
@@ -97,42 +143,37 @@ def gguf_tensors(
             return None
         return _pairs(count, heads if module.endswith("q_proj") else key_heads)
 
-    shapes = folder.shapes()
+    def wanted(name: str, is_matrix: bool = True) -> KType | None:
+        return mix.type_of(name, num_blocks, is_tied=is_tied) if mix is not None and is_matrix else None
+
+    shapes, known = folder.shapes(), skeleton.model.state_dict()
     model_names = {file: model for model, file in reversed(list(skeleton.names.items()))}
-    floats: list[tuple[str, str, str]] = []
-    for key in _float_keys(source, model_names):
+    packed = {key for layer in source.formats for key in source.keys(layer)}
+    floats: dict[str, str] = {}  # by key, without old files' rotary frequencies, which the model has not
+    for key in [key for key in folder if key not in packed and model_names.get(key) in known]:
         module, _, suffix = model_names[key].rpartition(".")
-        floats.append((key, module, f"{known_name(module, key)}.{suffix}"))
-    is_tied = all(name != "output.weight" for _, _, name in floats)
+        floats[key] = f"{known_name(module, key)}.{suffix}"
+    is_tied = "output.weight" not in floats.values()
     found: list[GgufTensor] = []
-    for key, module, name in floats:
-        wanted = None
-        if mix is not None and len(shapes[key]) == 2:
-            wanted = mix.type_of(name, num_blocks, is_tied=is_tied)
+    for key, name in floats.items():
+        module = model_names[key].rpartition(".")[0]
         place = _Place(name, shapes[key], model_names[key], order(module, shapes[key][0]))
-        if wanted is None:
+        kind = wanted(name, len(shapes[key]) == 2)
+        if kind is None:
             offset = norm_offset if module.endswith("norm") else 0.0
             found.append(place.floats(partial(_shifted, folder.tensor, key, offset), folder.tensor(key).dtype))
         else:
-            found.append(place.rounded(partial(folder.tensor, key), wanted))
+            found.append(place.rounded(partial(folder.tensor, key), kind))
     for layer, number_format in source.formats.items():
         shape = tuple(skeleton.model.get_submodule(layer).weight.shape)
         name = f"{known_name(layer, source.file_name(layer))}.weight"
-        place = _Place(name, shape, f"{layer}.weight", order(layer, shape[0]))
-        wanted = None if mix is None else mix.type_of(name, num_blocks, is_tied=is_tied)
-        if wanted is None or (fitting(wanted, shape[1]) != wanted and _holds_codes(number_format, shape[1])):
-            kind = block_type(number_format.bits, number_format.symmetric)
-            found.append(place.blocks(partial(_exact, source.read, layer), kind, is_rounded=False))
+        place, kind = _Place(name, shape, f"{layer}.weight", order(layer, shape[0])), wanted(name)
+        if kind is None or (fitting(kind, shape[1]) != kind and _holds_codes(number_format, shape[1])):
+            exact = block_type(number_format.bits, number_format.symmetric)
+            found.append(place.blocks(partial(_exact, source.read, layer), exact, is_rounded=False))
         else:
-            found.append(place.rounded(partial(source.read, layer), wanted))
+            found.append(place.rounded(partial(source.read, layer), kind))
     return with_stacked_experts(found)
-
-
-def _float_keys(source: PackedSource, model_names: Mapping[str, str]) -> list[str]:
-    """The tensors of the files that the model has and that are not packed: old files hold rotary frequencies too."""
-    packed = {key for layer in source.formats for key in source.keys(layer)}
-    known = source.skeleton.model.state_dict()
-    return [key for key in source.skeleton.folder if key not in packed and model_names.get(key) in known]
 
 
 def constant_tensor(name: str, value: Tensor) -> GgufTensor:
@@ -154,17 +195,13 @@ def _stacked(experts: list[GgufTensor]) -> GgufTensor:
     kinds = sorted({expert.kind for expert in experts})
     if len(kinds) > 1:
         raise DeploymentError(
-            f"tensor {first.name} holds all experts in one type, and they need {', '.join(kinds)}: quantize them to "
-            "the same bits"
+            f"tensor {first.name} holds all experts in one type, and they need {', '.join(kinds)}: quantize them alike"
         )
+    names = tuple(name for expert in experts for name in expert.parameters)
+    is_rounded = any(expert.is_rounded for expert in experts)
+    shape = (len(experts), *first.shape)
     return GgufTensor(
-        first.name,
-        first.kind,
-        (len(experts), *first.shape),
-        tuple(name for expert in experts for name in expert.parameters),
-        None,
-        any(expert.is_rounded for expert in experts),
-        lambda: torch.stack([expert.read() for expert in experts]),
+        first.name, first.kind, shape, names, None, is_rounded, lambda: torch.stack([one.read() for one in experts])
     )
 
 
@@ -193,12 +230,10 @@ def _values(path: Path, tensors: list[GgufTensor], decode: Callable[[Any, Any], 
     wanted = {tensor.name: tensor for tensor in tensors}
     found: dict[str, Tensor] = {}
     for stored in gguf.GGUFReader(path).tensors:
-        tensor = wanted.get(stored.name)
-        if tensor is None:
+        if stored.name not in wanted:
             continue
-        for parameter, data in zip(
-            tensor.parameters, stored.data if stored.data.ndim == 3 else [stored.data], strict=True
-        ):
+        tensor, parts = wanted[stored.name], stored.data if stored.data.ndim == 3 else [stored.data]
+        for parameter, data in zip(tensor.parameters, parts, strict=True):
             values = decode(stored.tensor_type, data)
             if tensor.order is not None:
                 values = torch.empty_like(values).index_copy_(0, tensor.order, values)

@@ -45,7 +45,8 @@ def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
     """
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     found = None if not path.is_file() and is_sentencepiece(pieces) else _read(path)
-    is_bytes = found is not None and _is_byte_level(found)
+    kinds = [step.get("type") for step in _steps((found or {}).get("pre_tokenizer"))]
+    is_bytes = found is not None and found["model"].get("type") == "BPE" and "ByteLevel" in kinds
     if found is not None and not is_bytes and not is_sentencepiece(pieces):
         raise DeploymentError(
             f"{path} is of type {found['model'].get('type')!r}; GGUF files are written for byte-level BPE, and for "
@@ -63,10 +64,7 @@ def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
 
 
 def name_in_file(name: str, tokenizer: Any, special: set[str]) -> str:
-    """The name of the model in the file: by its name llama.cpp treats it as a Phi-3, and handles spaces accordingly.
-
-    `special`: the tokens that are not parts of texts.
-    """
+    """The model's name; by it llama.cpp treats a model as Phi-3. `special`: tokens that are not parts of texts."""
     added = tokenizer.added_tokens_decoder.values()
     behind = {entry.content for entry in added if entry.rstrip}
     removes = behind == special - _KEEPS_SPACE and special >= _END_TOKEN | _KEEPS_SPACE
@@ -91,23 +89,16 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _is_byte_level(found: dict[str, Any]) -> bool:
-    steps = _steps(found.get("pre_tokenizer"))
-    return found["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
-
-
 def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> tuple[list[str], list[int]]:
     """Byte-level BPE; returns the tokens and their types."""
     model, added = found["model"], found["added_tokens"]
     options = [name for name in _UNKNOWN_OPTIONS if model.get(name)]
-    if options:
-        raise DeploymentError(f"{path} merges with {', '.join(options)}, which llama.cpp does not have")
     normalizer = (found.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):  # llama.cpp has none; NFC changes hardly any text
-        raise DeploymentError(f"{path} changes text before it is split ({normalizer}), which llama.cpp does not")
+    if options or normalizer not in (None, "NFC"):  # llama.cpp has none; NFC changes hardly any text
+        how = f"merges with {', '.join(options)}" if options else f"changes text before it is split ({normalizer})"
+        raise DeploymentError(f"{path} {how}, which llama.cpp does not")
     highest = max((*model["vocab"].values(), *(entry["id"] for entry in added)), default=0)
-    _need_embedding(highest, path, config)
-    tokens, types = _unused(config)
+    tokens, types = _unused(highest, path, config)
     for text, number in model["vocab"].items():
         tokens[number], types[number] = text, NORMAL
     for entry in added:
@@ -122,26 +113,21 @@ def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> t
 
 
 def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> tuple[list[str], list[int]]:
-    """BPE of sentencepiece: llama.cpp merges the neighbours whose token has the highest score.
-
-    Returns the tokens and their types.
-    """
+    """BPE of sentencepiece: llama.cpp merges the neighbours whose token has the highest score; returns as above."""
     found = read_sentencepiece(path)
     if found.kind != "bpe" or found.changes_text:
         reason = "changes text before it is split" if found.kind == "bpe" else f"is of kind {found.kind}"
         raise DeploymentError(f"{path} {reason}; GGUF files are written for BPE of sentencepiece that keeps the text")
-    tokens, types = _unused(config)
-    scores = [_NO_SCORE] * config.vocab_size
     added = tokenizer.added_tokens_decoder
-    _need_embedding(max(len(found.pieces) - 1, *added, 0), path, config)
+    tokens, types = _unused(max(len(found.pieces) - 1, *added, 0), path, config)
+    scores = [_NO_SCORE] * config.vocab_size
     for number, piece in enumerate(found.pieces):
         tokens[number], scores[number], types[number] = piece.text, piece.score, piece.type
     for number, entry in added.items():
         if number >= len(found.pieces) or types[number] == NORMAL:
             types[number] = CONTROL if entry.special else USER_DEFINED
         tokens[number] = entry.content
-    known = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    for number, text in enumerate(known):
+    for number, text in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
         if text is not None and text != tokens[number]:
             raise DeploymentError(
                 f"{path} has the token {number} as {tokens[number]!r}, and the tokenizer of the folder as {text!r}: "
@@ -160,45 +146,34 @@ def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> tuple[l
     return tokens, types
 
 
-def _unused(config: Any) -> tuple[list[str], list[int]]:
-    """Texts and types for embeddings that no token has."""
-    return [f"[PAD{number}]" for number in range(config.vocab_size)], [UNUSED] * config.vocab_size
-
-
-def _need_embedding(highest: int, path: Path, config: Any) -> None:
+def _unused(highest: int, path: Path, config: Any) -> tuple[list[str], list[int]]:
+    """Texts and types for embeddings that no token has; `highest`: the last token, which needs one."""
     if highest >= config.vocab_size:
         raise DeploymentError(
             f"{path} has the token {highest}, and the model has embeddings for {config.vocab_size} tokens: llama.cpp "
             "reads one for each; remove the added tokens, or resize the embeddings of the float model"
         )
+    return [f"[PAD{number}]" for number in range(config.vocab_size)], [UNUSED] * config.vocab_size
 
 
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if pre_tokenizer is None:
-        return []
-    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    return steps
+    return [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
 
 
 def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = False) -> str:
-    """llama.cpp's name for the way in which text is split before bytes are merged.
-
-    `ignores_merges`: a word that is a token stays one, even if no merges lead to it.
-    """
+    """llama.cpp's name for how text is split before bytes are merged; `ignores_merges`: words that are tokens stay."""
     *front, last = steps
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        splits_words = last.get("use_regex", True) and not ignores_merges
-        if not front and splits_words:
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space") and len(front) < 2:
+        uses_regex, first = last.get("use_regex", True), front[0] if front else {}
+        if uses_regex and not ignores_merges and not front:
             return "gpt-2"
-        if len(front) == 1 and splits_words and front[0].get("type") == "Digits" and front[0].get("individual_digits"):
+        if uses_regex and not ignores_merges and first.get("type") == "Digits" and first.get("individual_digits"):
             return "smollm"
-        found = _PATTERNS.get((_pattern(front[0]), ignores_merges)) if len(front) == 1 else None
-        if found is not None and not last.get("use_regex", True):
+        found = _PATTERNS.get((_pattern(first), ignores_merges))
+        if found is not None and not uses_regex:
             return found
-    raise DeploymentError(
-        f"{path} splits text by {steps}{' and ignores merges' if ignores_merges else ''}, which llama.cpp has no name "
-        "for that is known here"
-    )
+    more = " and ignores merges" if ignores_merges else ""
+    raise DeploymentError(f"{path} splits text by {steps}{more}, which llama.cpp has no name for that is known here")
 
 
 def _pattern(step: dict[str, Any]) -> str:

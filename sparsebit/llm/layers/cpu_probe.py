@@ -6,8 +6,8 @@ Some of torch's kernels are fast on one processor and a slow fallback on another
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -21,8 +21,7 @@ from sparsebit.llm.layers.kernel_layouts import (
     KernelLayout,
     as_activations,
 )
-from sparsebit.llm.layers.packed_weight import PackedWeight
-from sparsebit.llm.layers.unpacked_product import packed_linear
+from sparsebit.llm.layers.packed_weight import PackedWeight, packed_linear
 
 UNPACKED = "unpacked"
 _SIZE, _GROUP, _REPEATS = 1024, 128, 5
@@ -39,9 +38,9 @@ class CpuProbe:
     """
 
     layout: KernelLayout | None
-    seconds: Mapping[str, float]
-    difference: Mapping[str, float]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    seconds: dict[str, float]
+    difference: dict[str, float]
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -56,63 +55,47 @@ def probe_cpu(activations: str = "float32") -> CpuProbe:
 @cache
 @torch.no_grad()
 def _probe(activations: Activations, num_threads: int) -> CpuProbe:
+    if activations == "float32":  # no choice
+        return CpuProbe(None, {}, {})
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (_SIZE, _SIZE), generator=generator)
     scales = torch.rand(_SIZE, _SIZE // _GROUP, generator=generator).add_(0.5).half()
     packed = PackedWeight.from_codes(codes, scales, torch.randint(0, 16, scales.shape, generator=generator), 4)
     x = torch.randn(1, _SIZE, generator=generator)
-    expected = x @ packed.dequantize(torch.float32).t()
-    seconds: dict[str, float] = {}
-    difference: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    chosen: KernelLayout | None = None
-    if activations == "float32":  # no choice
-        return CpuProbe(None, seconds, difference, refused)
-    seconds[UNPACKED] = _seconds(lambda: packed_linear(x, packed))
-    difference[UNPACKED] = _difference(packed_linear(x, packed), expected)
+    found = CpuProbe(None, {}, {}, {})
+    _measure(found, UNPACKED, lambda: packed_linear(x, packed), x @ packed.dequantize(torch.float32).t())
     for layout in (INT4PACK, DYNAMIC):
-        if ACTIVATIONS.index(layout.activations) > ACTIVATIONS.index(activations):
-            continue
-        reason = _try(layout, packed, x, expected, seconds, difference)
-        if reason is not None:
-            refused[layout.name] = reason
-        elif seconds[layout.name] < min(seconds[UNPACKED], seconds[chosen.name] if chosen else float("inf")):
-            chosen = layout
-    return CpuProbe(chosen, seconds, difference, refused)
+        if ACTIVATIONS.index(layout.activations) <= ACTIVATIONS.index(activations):
+            reason = _refusal(found, layout, packed, x)
+            if reason is not None:
+                found = replace(found, refused={**found.refused, layout.name: reason})
+            elif found.seconds[layout.name] < found.seconds[found.name]:
+                found = replace(found, layout=layout)
+    return found
 
 
-def _try(
-    layout: KernelLayout,
-    packed: PackedWeight,
-    x: Tensor,
-    expected: Tensor,
-    seconds: dict[str, float],
-    difference: dict[str, float],
-) -> str | None:
+def _measure(probe: CpuProbe, name: str, product: Callable[[], Tensor], expected: Tensor) -> None:
+    probe.difference[name] = float((product() - expected).norm() / expected.norm())
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - started)
+    probe.seconds[name] = min(times)
+
+
+def _refusal(probe: CpuProbe, layout: KernelLayout, packed: PackedWeight, x: Tensor) -> str | None:
+    """Why the kernel is not used; its time and its difference are noted, if it runs."""
     reason = layout.refusal(packed, x.dtype)
     if reason is not None:
         return reason
     try:
         weight = layout.prepare(packed, x.dtype)
-        difference[layout.name] = _difference(layout.product(x, weight), expected)
-        seconds[layout.name] = _seconds(lambda: layout.product(x, weight))
+        _measure(probe, layout.name, lambda: layout.product(x, weight), x @ packed.dequantize(torch.float32).t())
     except RuntimeError as error:  # raised for an operator that this processor or this build of torch lacks
         return str(error).splitlines()[0]
-    if not difference[layout.name] <= _MOST_DIFFERENCE:
-        return f"its product is {difference[layout.name]:.2g} off"
+    if not probe.difference[layout.name] <= _MOST_DIFFERENCE:
+        return f"its product is {probe.difference[layout.name]:.2g} off"
     if weight.words.nbytes > 1.5 * packed.qweight.nbytes:
         return f"it keeps {8 * weight.words.nbytes / packed.qweight.nbytes / 2:.0f} bits of a 4-bit weight"
     return None
-
-
-def _seconds(call: Callable[[], Tensor]) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())

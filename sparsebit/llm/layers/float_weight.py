@@ -1,4 +1,4 @@
-"""`FloatWeight`: the weight of one linear layer as 8-bit or 4-bit floats with scales.
+"""`FloatWeight`: the weight of one linear layer as 8-bit or 4-bit floats with scales; `FloatLinear`: such a layer.
 
 | kind | values | scales | a value is |
 |---|---|---|---|
@@ -6,18 +6,20 @@
 | mxfp4 | E2M1, two in a byte, `(out, in / 2)` | exponent + 127 per 32 columns, uint8 | `number * 2^exponent` |
 | nvfp4 | E2M1, two in a byte, `(out, in / 2)` | float8_e4m3fn per 16 columns | `number * scale / divisor` |
 
-The divisor of nvfp4 is a power of two here: products of E2M1 and E4M3 numbers have six bits, so every value is
-exact in bfloat16, in which other readers unpack the weight.
+The divisor of nvfp4 is a power of two here: products of E2M1 and E4M3 numbers have six bits, so every value is exact in
+bfloat16, in which other readers unpack the weight. fp8 weights are multiplied directly by GPUs that can
+(`torch._scaled_mm`), in bfloat16 models. All others are unpacked in blocks of rows while they are multiplied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
@@ -36,6 +38,7 @@ class FloatWeight:
     qweight: Tensor
     scales: Tensor
     divisor: Tensor | None = None
+    symmetric: ClassVar = True
 
     def __post_init__(self) -> None:
         groups = 1 if self.kind == "fp8" else self.in_features // GROUPS[self.kind]
@@ -60,10 +63,6 @@ class FloatWeight:
     @property
     def group_size(self) -> int:
         return GROUPS[self.kind] or self.in_features
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     @property
     def nbytes(self) -> int:
@@ -110,10 +109,7 @@ def scale_values(scales: Tensor, kind: FloatKind, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype) -> FloatWeight:
-    """`weight (out, in)` rounded to nearest. `search`: scales with the smallest squared error; else the range's.
-
-    `stored`: the type of the scales of fp8.
-    """
+    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales."""
     W = weight.detach().float()
     if kind == "fp8":
         smallest = torch.finfo(stored).tiny
@@ -127,25 +123,18 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
         # The specification uses the exponent of the largest value minus that of 6; one above may have a smaller error,
         # one below clips the largest.
         usual = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
-        stored_scales = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
-        exponents = (stored_scales + _BIAS).clamp(0, 254)
-        return _packed(kind, groups, exponents.to(torch.uint8), None)
+        best = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
+        return _packed(kind, groups, (best + _BIAS).clamp(0, 254).to(torch.uint8), None)
     top = largest.max().clamp(min=2.0**-100) / LARGEST_FLOAT4
     divisor = torch.exp2(torch.floor(torch.log2(LARGEST_FLOAT8 / top))).reshape(1)
     wanted = largest / LARGEST_FLOAT4 * divisor
-    factors = [1 - 0.025 * step for step in range(17)] if search else [1.0]
-
-    def as_number(scales: Tensor) -> Tensor:
-        return scales / divisor
-
-    candidates = [_as_float8(wanted * factor) for factor in factors]
-    return _packed(kind, groups, _best(groups, candidates, as_number).to(torch.float8_e4m3fn), divisor)
-
-
-def _as_float8(scales: Tensor) -> Tensor:
-    """Round to scales that can be stored, but not to zero."""
-    smallest = 2.0**-9
-    return scales.clamp(smallest, LARGEST_FLOAT8).to(torch.float8_e4m3fn).float()
+    # Scales that can be stored, but not zero.
+    candidates = [
+        (wanted * (1 - 0.025 * step)).clamp(2.0**-9, LARGEST_FLOAT8).to(torch.float8_e4m3fn).float()
+        for step in range(17 if search else 1)
+    ]
+    best = _best(groups, candidates, lambda scales: scales / divisor)
+    return _packed(kind, groups, best.to(torch.float8_e4m3fn), divisor)
 
 
 def _best(groups: Tensor, candidates: list[Tensor], as_number: Callable[[Tensor], Tensor]) -> Tensor:
@@ -174,3 +163,109 @@ def integers(weight: Weight) -> PackedWeight:
     """The weight, which must be one of whole numbers."""
     assert isinstance(weight, PackedWeight)
     return weight
+
+
+# Elements of a weight that are unpacked at once. On a GPU small blocks would leave it idle between their kernels.
+_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS_ON_GPU = 1 << 26
+SCALED_PRODUCT = "scaled_mm"
+_MULTIPLE = 16  # of rows and columns, required by torch._scaled_mm
+
+
+class FloatLinear(nn.Module):
+    """`x @ weight.T + bias`, the weight kept as `qweight`, `scales` and `divisor` (see `FloatWeight`).
+
+    The inputs of an fp8 layer are rounded to float8 too, with a scale for each token, unless `rounds_inputs` is off.
+    `path`: how it is multiplied, "scaled_mm" or "unpacked"; `path_reason`: why the latter.
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    divisor: Tensor | None
+
+    def __init__(self, weight: FloatWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.kind: FloatKind = weight.kind
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.rounds_inputs = weight.kind == "fp8"
+        self.register_buffer("qweight", weight.qweight)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("divisor", weight.divisor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Choose how the layer is multiplied on its current device."""
+        inputs = ", inputs rounded per token" if self.rounds_inputs else ""
+        is_scaled = _takes_scaled_product(self.packed)
+        self.path = SCALED_PRODUCT if is_scaled else "unpacked"
+        self.path_reason = "" if is_scaled else f"{self.kind}: unpacked in blocks{inputs}"
+
+    @property
+    def packed(self) -> FloatWeight:
+        return FloatWeight(self.kind, self.qweight, self.scales, self.divisor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, needs_gradient = self.packed, x.requires_grad and torch.is_grad_enabled()
+        if self.rounds_inputs and x.dtype == torch.bfloat16 and not needs_gradient and self.path == SCALED_PRODUCT:
+            y = scaled_product(x, weight)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+        x = round_tokens(x) if self.rounds_inputs else x
+        count = max((_BLOCK_ELEMENTS_ON_GPU if x.is_cuda else _BLOCK_ELEMENTS) // self.in_features, 1)
+        parts = []
+        for start in range(0, self.out_features, count):
+            rows = slice(start, start + count)
+            bias = None if self.bias is None else self.bias[rows].to(x.dtype)
+            parts.append(F.linear(x, weight.dequantize(x.dtype, rows), bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
+
+    def _apply(self, fn: object, recurse: bool = True) -> FloatLinear:
+        """A conversion to another type applies to activations: the weight keeps its type."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            now = self._buffers[name]
+            assert now is not None
+            if now.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(now.device)
+        self._choose()
+        return self
+
+
+def scaled_product(x: Tensor, weight: FloatWeight) -> Tensor:
+    """`x (..., in)` in bfloat16 rounded to float8 for each token, times the fp8 weight, summed in float32."""
+    numbers, scale = _float8_tokens(x.reshape(-1, weight.in_features))
+    if not len(numbers):
+        return x.new_empty(*x.shape[:-1], weight.out_features)
+    by_row = scale.float(), weight.scales.t().float().contiguous()
+    half = torch.bfloat16
+    y: Tensor = torch._scaled_mm(numbers, weight.qweight.t(), scale_a=by_row[0], scale_b=by_row[1], out_dtype=half)
+    return y.reshape(*x.shape[:-1], weight.out_features)
+
+
+def _takes_scaled_product(weight: FloatWeight) -> bool:
+    device = weight.qweight.device
+    fits = weight.kind == "fp8" and not (weight.in_features % _MULTIPLE or weight.out_features % _MULTIPLE)
+    # A scale for each row and token needs compute capability 9.0.
+    return fits and _is_nvidia(device) and bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def _is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip
+
+
+def _float8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.detach().abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (x.detach() / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scale
+
+
+def round_tokens(x: Tensor) -> Tensor:
+    """`x (..., in)` rounded to float8 with a scale for each token, as servers compute it; straight through backward."""
+    numbers, scale = _float8_tokens(x)
+    rounded = numbers.to(x.dtype) * scale
+    return x + (rounded - x).detach() if x.requires_grad and torch.is_grad_enabled() else rounded

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.kernels.packed_linear import (
-    DTYPES,
-    GROUP_SIZES,
-    FragmentWeight,
-    dense_weight,
-    fragment_weight,
-    runs_on,
-)
+from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, dense_weight, fragment_weight, runs_on
 from sparsebit.kernels.packed_linear import packed_linear as fragment_linear
 from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, restore
 from sparsebit.llm.layers.packed_weight import PackedWeight
@@ -33,10 +26,10 @@ _MIDDLE = 8  # the zero point that the kernels for CPUs assume
 
 def as_activations(name: str) -> Activations:
     """The name as an `Activations` value; an unknown one is an error."""
-    for known in ACTIVATIONS:
-        if name == known:
-            return known
-    raise ConfigError(f"activations={name!r}: allowed: {', '.join(ACTIVATIONS)}")
+    found = next((known for known in ACTIVATIONS if known == name), None)
+    if found is None:
+        raise ConfigError(f"activations={name!r}: allowed: {', '.join(ACTIVATIONS)}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -53,8 +46,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """`refusal(packed, dtype)`: why the kernel does not support a weight with activations of that type; None if it
-    does.
+    """`refusal(packed, dtype)`: why the kernel does not support a weight with activations of that type, or None.
 
     `codes`: restores the codes `(out, in)` of a prepared weight. `dense`: its values `(out, in)`, for the backward of
     training; None if the kernel rounds its input, so that training does not use it. `join`: weights side by side as
@@ -94,19 +86,13 @@ def _int4pack(x: Tensor, weight: Prepared) -> Tensor:
     return product.to(x.dtype)
 
 
-def _join_int4pack(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]] | None:
-    """Words are ordered in blocks of at most 64 outputs: whole blocks can be concatenated."""
-    return None if any(weight.out_features % 64 for weight in weights) else _side_by_side(weights)
-
-
 def _codes_of_int4pack(weight: Prepared) -> Tensor:
     # The order inside differs between processors; the product with 1 returns the codes in any order.
     ones = torch.ones_like(weight.scales)
     ones[..., 1] = 0
     eye = torch.eye(weight.in_features, dtype=torch.bfloat16)
-    found = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, weight.words, weight.group_size, ones)
-    codes: Tensor = (found.t().float() + _MIDDLE).round().to(torch.uint8)
-    return codes
+    found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, weight.words, weight.group_size, ones)
+    return (found.t().float() + _MIDDLE).round().to(torch.uint8)
 
 
 def _refusal_of_dynamic(packed: PackedWeight, dtype: torch.dtype) -> str | None:
@@ -129,24 +115,21 @@ def _prepare_dynamic(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 
 
 def _dynamic(x: Tensor, weight: Prepared) -> Tensor:
-    product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
-        x.float().contiguous(),  # the operator ignores strides, and would read the memory after the first row
-        weight.words,
-        weight.group_size,
-        weight.in_features,
-        weight.out_features,
-    )
-    return _with_offsets(product, x, weight)
+    rows = x.float().contiguous()  # the operator ignores strides, and would read the memory after the first row
+    sizes = weight.group_size, weight.in_features, weight.out_features
+    product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(rows, weight.words, *sizes)
+    if weight.offsets is None:
+        return product.to(x.dtype)
+    sums = x.unflatten(-1, (-1, weight.group_size)).sum(-1, dtype=torch.float32)
+    return torch.addmm(product.float(), sums, weight.offsets).to(x.dtype)
 
 
 def _codes_of_dynamic(weight: Prepared) -> Tensor:
     eye = torch.eye(weight.in_features)
-    found = torch.ops.aten._dyn_quant_matmul_4bit(
-        eye, weight.words, weight.group_size, weight.in_features, weight.out_features
-    )
+    sizes = weight.group_size, weight.in_features, weight.out_features
+    found: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(eye, weight.words, *sizes)
     scales = weight.scales.repeat_interleave(weight.group_size, 0)
-    codes: Tensor = (found / scales + _MIDDLE).round().t().to(torch.uint8)
-    return codes
+    return (found / scales + _MIDDLE).round().t().to(torch.uint8)
 
 
 def _refusal_of_fragments(packed: PackedWeight, dtype: torch.dtype) -> str | None:
@@ -165,14 +148,6 @@ def _prepare_fragments(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
     return _prepared(packed, weight.words, weight.scales, weight.zeros)
 
 
-def _fragments(x: Tensor, weight: Prepared) -> Tensor:
-    return fragment_linear(x, _fragment_weight(weight))
-
-
-def _dense_fragments(weight: Prepared) -> Tensor:
-    return dense_weight(_fragment_weight(weight))
-
-
 def _fragment_weight(weight: Prepared) -> FragmentWeight:
     """Scales and zero points of a joined weight are views with gaps."""
     return FragmentWeight(weight.words, weight.scales, weight.offsets, weight.out_features)
@@ -189,36 +164,22 @@ def _side_by_side(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]
     widths = [weight.scales.shape[1] for weight in weights]
     all_words, all_scales = words.split([len(weight.words) for weight in weights]), scales.split(widths, 1)
     all_offsets = [None] * len(weights) if offsets is None else offsets.split(widths, 1)
-    parts = [
-        replace(weight, words=one, scales=its_scales, offsets=its_offsets)
-        for weight, one, its_scales, its_offsets in zip(weights, all_words, all_scales, all_offsets, strict=True)
-    ]
-    return whole, parts
-
-
-def _codes_of_fragments(weight: Prepared) -> Tensor:
-    return restore(weight.words)[: weight.out_features].to(torch.uint8)
+    parts = zip(weights, all_words, all_scales, all_offsets, strict=True)
+    return whole, [replace(weight, words=one, scales=two, offsets=three) for weight, one, two, three in parts]
 
 
 INT4PACK = KernelLayout(
-    "int4pack",
-    "bfloat16",
-    _refusal_of_int4pack,
-    _prepare_int4pack,
-    _int4pack,
-    _codes_of_int4pack,
-    join=_join_int4pack,
+    *("int4pack", "bfloat16", _refusal_of_int4pack, _prepare_int4pack, _int4pack, _codes_of_int4pack),
+    # Words are ordered in blocks of at most 64 outputs: whole blocks can be concatenated.
+    join=lambda weights: None if any(weight.out_features % 64 for weight in weights) else _side_by_side(weights),
 )
 DYNAMIC = KernelLayout("dyn_quant_4bit", "int8", _refusal_of_dynamic, _prepare_dynamic, _dynamic, _codes_of_dynamic)
 FRAGMENTS = KernelLayout(
-    "cuda_fragments",
-    "float32",
-    _refusal_of_fragments,
-    _prepare_fragments,
-    _fragments,
-    _codes_of_fragments,
-    _dense_fragments,
-    _side_by_side,
+    *("cuda_fragments", "float32", _refusal_of_fragments, _prepare_fragments),
+    product=lambda x, weight: fragment_linear(x, _fragment_weight(weight)),
+    codes=lambda weight: restore(weight.words)[: weight.out_features].to(torch.uint8),
+    dense=lambda weight: dense_weight(_fragment_weight(weight)),
+    join=_side_by_side,
 )
 LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS)}
 
@@ -242,10 +203,3 @@ def _prepared(packed: PackedWeight, words: Tensor, scales: Tensor, offsets: Tens
 def _offsets(packed: PackedWeight, scales: Tensor) -> Tensor | None:
     """`(8 - zero) * scale`, `(groups, out)`: the zero point of the kernels for CPUs is 8."""
     return None if packed.zeros is None else (_MIDDLE - packed.zeros.t().float()) * scales
-
-
-def _with_offsets(product: Tensor, x: Tensor, weight: Prepared) -> Tensor:
-    if weight.offsets is None:
-        return product.to(x.dtype)
-    sums = x.unflatten(-1, (-1, weight.group_size)).sum(-1, dtype=torch.float32)
-    return torch.addmm(product.float(), sums, weight.offsets).to(x.dtype)

@@ -3,36 +3,30 @@
 A kernel may keep the codes in its own order (`kernel_layouts.py`): then `qweight` has that order, and `packed`
 restores the usual one. `prepare` chooses the kernel for a device and a type of activations; a layer that moves to
 another device is first converted back to the usual order.
+
+One product may compute the outputs of layers that read the same input (q, k and v; gate and up; `ParallelGroup`). Each
+stays a separate module, with its name, its state and its files; its words and scales become views of tensors that all
+layers of the group share. The first layer that is called computes the whole product and leaves the outputs of the
+others with the group, until they are called with the same input.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparsebit.llm.layers.cpu_probe import UNPACKED, probe_cpu
-from sparsebit.llm.layers.float_linear import FloatLinear
+from sparsebit.llm.layers.float_weight import FloatLinear
 from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, LAYOUTS, Activations, KernelLayout, Prepared
-from sparsebit.llm.layers.packed_weight import PackedWeight
-from sparsebit.llm.layers.unpacked_product import packed_linear, packed_transposed
-
-
-class SharedProduct(Protocol):
-    """Layers that read one input and are multiplied together; see `parallel_layers.py`."""
-
-    def join(self) -> bool: ...
-
-    def separate(self) -> None: ...
-
-    def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
-        """The output of the layer without bias; None if it must compute its own."""
-        ...
+from sparsebit.llm.layers.packed_weight import PackedWeight, packed_linear, packed_transposed
+from sparsebit.llm.models.architectures import ARCHITECTURES
 
 
 def outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
@@ -55,7 +49,7 @@ class QuantLinear(nn.Module):
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
     `prepare` converts `qweight` to the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
     is the reason why no kernel was chosen. Files and `packed` always have the order of `PackedWeight`. `parallel`:
-    the group of layers that read the same input, if they share a product (`parallel_layers.py`).
+    the group of layers that read the same input, if they share a product (`ParallelGroup`).
     """
 
     qweight: Tensor
@@ -76,14 +70,12 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.path, self.path_reason = UNPACKED, "not prepared"
         self._wish: tuple[torch.dtype, Activations] | None = None
-        self.parallel: SharedProduct | None = None
+        self.parallel: ParallelGroup | None = None
 
     @torch.no_grad()
     def prepare(self, dtype: torch.dtype = torch.float32, activations: Activations = "float32") -> None:
-        """Choose the kernel for inputs of `dtype` on the device of the weight, and convert the codes to its order.
-
-        `activations`: how far a kernel for CPUs may round them; see `sparsebit.llm.load`. A layer that no kernel
-        supports is unpacked while it is multiplied, and `path_reason` has the reason.
+        """Choose the kernel for inputs of `dtype` and convert the codes to its order, or set `path_reason` if there is
+        none. `activations`: how far a kernel for CPUs may round them; see `sparsebit.llm.load`.
         """
         self._restore()
         self._wish = dtype, activations
@@ -105,11 +97,16 @@ class QuantLinear(nn.Module):
         return PackedWeight.from_codes(codes, self.scales, self.zeros, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _in_type_of_autocast(x)
+        device = x.device.type
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))  # as nn.Linear; autocast would round inside the product
         if x.requires_grad and torch.is_grad_enabled():
             y: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
             return y
-        return self._product(x)
+        if self.path == UNPACKED:
+            return packed_linear(x, self.packed, self.bias)
+        shared = None if self.parallel is None else self.parallel.product(self, x)
+        return self._with_bias(self._own_product(x) if shared is None else shared)
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor | None:
         """The whole weight `(out, in)`, if the chosen kernel has a program for that; else None."""
@@ -117,9 +114,7 @@ class QuantLinear(nn.Module):
         return None if dense is None else dense(self.prepared()).to(dtype)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of the input, `gradient (..., out)` times the weight, which is unpacked for this and then
-        freed.
-        """
+        """The gradient of the input, `gradient (..., out)` times the weight, unpacked for this and then freed."""
         dense = self.dense_weight(gradient.dtype)
         return packed_transposed(gradient, self.packed) if dense is None else gradient @ dense
 
@@ -128,12 +123,6 @@ class QuantLinear(nn.Module):
         if self.path == UNPACKED or LAYOUTS[self.path].dense is None:
             return packed_linear(x, self.packed, self.bias)
         return self._with_bias(self._own_product(x))
-
-    def _product(self, x: Tensor) -> Tensor:
-        if self.path == UNPACKED:
-            return packed_linear(x, self.packed, self.bias)
-        y = None if self.parallel is None else self.parallel.product(self, x)
-        return self._with_bias(self._own_product(x) if y is None else y)
 
     def _own_product(self, x: Tensor) -> Tensor:
         """The product of only this layer, by the chosen kernel."""
@@ -198,15 +187,6 @@ class QuantLinear(nn.Module):
             self.prepare(*self._wish)
 
 
-def _in_type_of_autocast(x: Tensor) -> Tensor:
-    """A float32 `x` in the type that `nn.Linear` uses under autocast, which would otherwise round inside the
-    product.
-    """
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
-
-
 class _Differentiable(torch.autograd.Function):
     """The product of a layer. For the backward it keeps the layer, whose weight is packed, and no dense weight."""
 
@@ -234,3 +214,108 @@ def resident_bytes(model: nn.Module) -> int:
     every = [*model.parameters(), *model.buffers()]
     found = {tensor.data_ptr(): tensor.nbytes for tensor in every if not tensor.is_meta}
     return sum(found.values())
+
+
+def join_parallel_layers(model: nn.Module) -> int:
+    """Let packed layers of `model` that read one input share a product, if possible; returns the number of groups.
+
+    The table of architectures lists these layers. A group is not joined if its layers differ in bits, groups or
+    zero points, or if no kernel for them supports it. After a move to another device, a group is joined again there.
+    `separate_parallel_layers` undoes this.
+    """
+    separate_parallel_layers(model)
+    groups = [ParallelGroup(layers) for layers in _parallel_layers(model)]
+    return sum(group.join() for group in groups)
+
+
+def separate_parallel_layers(model: nn.Module) -> None:
+    """Let each packed layer compute its own product again, as training does."""
+    for layer in [module for module in model.modules() if isinstance(module, QuantLinear)]:
+        if layer.parallel is not None:
+            layer.parallel.separate()
+            for member in layer.parallel.layers:
+                member.parallel = None
+
+
+class ParallelGroup:
+    """Layers that read one input. `join` and `separate` do not change their outputs."""
+
+    def __init__(self, layers: Sequence[QuantLinear]) -> None:
+        self.layers = tuple(layers)
+        self._whole: Prepared | None = None
+        self._starts: tuple[int, ...] = ()
+        # For an input and its version: the outputs of all layers; bit i of the last: layer i has received its output.
+        self._answer: tuple[Tensor, int, Tensor, int] | None = None
+        for layer in layers:
+            layer.parallel = self
+
+    @torch.no_grad()
+    def join(self) -> bool:
+        """Put the weights of the layers side by side, if they are prepared for one kernel and alike."""
+        first = self.layers[0]
+        join = LAYOUTS[first.path].join if first.path in LAYOUTS else None
+        if join is None or len({_kind(layer) for layer in self.layers}) > 1:
+            return False
+        joined = join([layer.prepared() for layer in self.layers])
+        if joined is None:
+            return False
+        self._answer = None
+        self._whole, parts = joined
+        widths = [part.scales.shape[1] for part in parts]
+        self._starts = tuple(sum(widths[:number]) for number in range(len(parts)))
+        for layer, part in zip(self.layers, parts, strict=True):
+            layer.qweight, layer.kernel_scales, layer.kernel_offsets = part.words, part.scales, part.offsets
+        return True
+
+    @torch.no_grad()
+    def separate(self) -> None:
+        """Give each layer separate tensors."""
+        if self._whole is None:
+            return
+        self._whole, self._answer = None, None
+        for layer in self.layers:
+            for name, tensor in list(layer.named_buffers(recurse=False)):
+                setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))
+
+    def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
+        """The layer's output without bias; None if a layer has hooks. An input written to is another input."""
+        version = _version(x)
+        hooks = [one._forward_pre_hooks or one._forward_hooks for one in self.layers]
+        if self._whole is None or version is None or any(hooks):
+            return None
+        number = next(number for number, one in enumerate(self.layers) if one is layer)
+        found = self._answer
+        if found is None or found[0] is not x or found[1] != version or found[3] >> number & 1:
+            found = x, version, LAYOUTS[layer.path].product(x.reshape(-1, layer.in_features), self._whole), 0
+        y, taken = found[2], found[3] | 1 << number
+        self._answer = None if taken == (1 << len(self.layers)) - 1 else (x, version, y, taken)
+        start = self._starts[number]
+        return y[:, start : start + layer.out_features].reshape(*x.shape[:-1], layer.out_features)
+
+
+def _version(x: Tensor) -> int | None:
+    """How often `x` was written to; None in inference mode. torch.compile cannot compare it: there, blocks of known
+    architectures do not write to the input, and layers with hooks, which might, compute their own products.
+    """
+    if torch.compiler.is_compiling():
+        return 0
+    return None if x.is_inference() else x._version
+
+
+def _kind(layer: QuantLinear) -> tuple[object, ...]:
+    """The properties that layers of a group must share."""
+    dtype = None if layer.kernel_scales is None else layer.kernel_scales.dtype
+    sizes = layer.path, layer.bits, layer.group_size, layer.in_features
+    return (*sizes, layer.kernel_offsets is None, layer.qweight.device, dtype)
+
+
+def _parallel_layers(model: nn.Module) -> Iterator[list[QuantLinear]]:
+    row = ARCHITECTURES.get(str(getattr(getattr(model, "config", None), "model_type", "")))
+    groups = () if row is None or row.stages is None else row.fused_groups(row.stages)
+    for name, blocks in model.named_modules():
+        if row is None or not isinstance(blocks, nn.ModuleList) or not f".{name}".endswith(f".{row.blocks}"):
+            continue
+        for block, group in itertools.product(blocks, groups):
+            layers = [part for part in map(dict(block.named_modules()).get, group) if isinstance(part, QuantLinear)]
+            if len(layers) == len(group):
+                yield layers

@@ -1,8 +1,8 @@
 """transformers' attention for one token, by `kernels.token_attention` if there is a mask.
 
-There is a mask if the cache has a fixed size, as in a compiled step, or if sequences have different
-lengths. transformers then copies keys and values for all heads that share them. Prompts, training, and cases that the
-kernels do not support are computed by transformers' own function.
+There is a mask if the cache has a fixed size, as in a compiled step, or if sequences have different lengths.
+transformers then copies keys and values for all heads that share them. Prompts, training, and cases that the kernels do
+not support are computed by transformers' own function.
 """
 
 from __future__ import annotations

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError, import_problem
+from sparsebit.errors import ConfigError
+from sparsebit.llm.models.hub_classes import package
 
 log = logging.getLogger(__name__)
 _PLAIN, _LINES = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
@@ -33,30 +36,27 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 
 
 def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool = False) -> Iterator[str]:
-    """The documents of a text file (one), of JSON lines (one each), of a datasets folder, or of a folder of these.
-
+    """The documents of a text file, of JSON lines (one each), of a datasets folder, or of a folder of these.
     `chat_template`: lines or rows hold `messages`, which the tokenizer's template turns into text.
     """
+    kind = source.suffix.lower()
     if not source.exists():
         raise ConfigError(f"text {source} does not exist; give a text file, a .jsonl file or a folder of these")
-    if source.is_dir():
-        if is_dataset(source):
-            for number, row in enumerate(_dataset_rows(source)):
-                yield _document(row, f"{source}, row {number}", tokenizer, chat_template)
-            return
+    if source.is_dir() and is_dataset(source):
+        for number, row in enumerate(_dataset_rows(source)):
+            yield _document(row, f"{source}, row {number}", tokenizer, chat_template)
+    elif source.is_dir():
         for path in text_files(source):
             yield from read_documents(path, tokenizer=tokenizer, chat_template=chat_template)
-        return
-    if source.suffix.lower() in _LINES:
+    elif kind in _LINES:
         for number, line in enumerate(_read(source).split("\n"), 1):  # strings may hold other line separators
             if line.strip():
-                yield _document(_parsed(line, f"{source}:{number}"), f"{source}:{number}", tokenizer, chat_template)
-        return
-    if source.suffix.lower() in _DATA:
-        raise ConfigError(f"text {source}: a {source.suffix} file is not text; write its texts to a .jsonl file")
-    if chat_template:
-        raise ConfigError(f"text {source}: a chat template needs messages; give JSON lines with a list `messages` each")
-    yield _read(source)
+                yield _document(parsed(line, f"{source}:{number}"), f"{source}:{number}", tokenizer, chat_template)
+    elif kind in _DATA or chat_template:
+        what = f"a {kind} file is not text" if kind in _DATA else "a chat template needs messages"
+        raise ConfigError(f"text {source}: {what}; write it as .jsonl, with `text` or a list `messages` in each line")
+    else:
+        yield _read(source)
 
 
 def is_dataset(folder: Path) -> bool:
@@ -66,15 +66,14 @@ def is_dataset(folder: Path) -> bool:
 
 def text_files(folder: Path) -> list[Path]:
     """The files of a folder that hold text, and of the folders in it."""
-    every = sorted(path for path in folder.rglob("*") if not _is_hidden(path.relative_to(folder)))
+    every = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder))]
     files = [path for path in every if path.suffix.lower() in (*_PLAIN, *_LINES)]
     others = [path for path in every if path.suffix.lower() in _DATA]
     if files and others:
         log.warning("%s holds %s, which is not read: it is not text", folder, others[0].relative_to(folder))
     if not files:
-        raise ConfigError(
-            f"folder {folder} holds no {', '.join((*_PLAIN, *_LINES))} file, and is not a datasets folder"
-        )
+        kinds = ", ".join((*_PLAIN, *_LINES))
+        raise ConfigError(f"folder {folder} holds no {kinds} file, and is not a datasets folder")
     return files
 
 
@@ -98,56 +97,53 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
         num_damaged += len(document) - len(_DAMAGED.sub("", document))
         if limit is not None and count >= limit:
             break
+    bad = None
     if num_visible < _LEAST_VISIBLE * num_letters:
-        raise ConfigError(
-            f"text {source}: {num_visible} of its {num_letters} characters are visible, the rest is white space or "
-            "NUL; give text as the model will read it, in UTF-8"
-        )
-    if num_damaged > _MOST_DAMAGED * num_letters:
-        raise ConfigError(
-            f"text {source}: {num_damaged} of its {num_letters} characters are NUL, control characters or U+FFFD: it "
-            "was written or read in another encoding, or it is not text; give UTF-8"
-        )
+        bad = f"{num_visible} of its {num_letters} characters are visible, the rest is white space or NUL"
+    elif num_damaged > _MOST_DAMAGED * num_letters:
+        bad = f"{num_damaged} of its {num_letters} characters are NUL, control characters or U+FFFD"
+    if bad is not None:
+        raise ConfigError(f"text {source}: {bad}: it is in another encoding, or it is not text; give UTF-8")
     return torch.cat(found)[:limit] if found else torch.zeros(0, dtype=torch.int64)
 
 
 def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tensor:
     """The stream cut into consecutive windows, `(num_windows, length)`; the remainder at its end is dropped."""
-    if length < 2:
-        raise ConfigError(f"windows of {length} tokens: allowed: 2 or more")
-    if num_windows is not None and num_windows < 1:
-        raise ConfigError(f"num_windows={num_windows}: allowed: 1 or more; None for all")
+    if length < 2 or (num_windows is not None and num_windows < 1):
+        raise ConfigError(f"windows of {length} tokens, num_windows={num_windows}: allowed: 2 or more, 1 or more")
     available = len(tokens) // length
     if available < (num_windows or 1):
-        raise ConfigError(
-            f"the text has {len(tokens)} tokens: {available} windows of {length}, and {num_windows or 1} are wanted; "
-            "give more text, fewer or shorter windows"
-        )
+        raise too_few_windows(f"of {len(tokens)} tokens", available, length, num_windows or 1)
     count = available if num_windows is None else num_windows
     return tokens[: count * length].view(count, length)
+
+
+def too_few_windows(text: object, available: int, length: int, wanted: int) -> ConfigError:
+    return ConfigError(
+        f"text {text} has {available} windows of {length} tokens, and {wanted} are wanted; give more text, or ask for "
+        "fewer or shorter ones (--num-samples, --num-windows, --length)"
+    )
+
+
+def shuffled(windows: Tensor, seed: int) -> Tensor:
+    return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
 
 
 def need_embeddings(tokens: Tensor, model: Any) -> None:
     """Raise for tokens without an embedding: on a GPU they would end the process."""
     layer = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if layer is None:
+    if layer is None or not tokens.numel():
         return
-    count = int(layer.weight.shape[0])
-    highest = int(tokens.max()) if tokens.numel() else 0
-    if tokens.numel() and int(tokens.min()) < 0:
-        raise ConfigError(f"the token {int(tokens.min())}: tokens count from 0")
-    if highest >= count:
+    count, lowest, highest = int(layer.weight.shape[0]), int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= count:
         raise ConfigError(
-            f"the text has the token {highest}, and the model has embeddings for {count} tokens: its tokenizer is of "
-            "another model, or has tokens that were added without training the model for them"
+            f"the text has the token {lowest if lowest < 0 else highest}, and the model has embeddings for {count} "
+            "tokens: its tokenizer is of another model, or has tokens that were added without training for them"
         )
 
 
 def need_positions(length: int, model: Any, option: str = "--length") -> None:
-    """Warn of rows that are longer than the model was made for; raise if it has no position for them.
-
-    `option`: the option that makes them shorter.
-    """
+    """Warn of rows longer than the model was made for; raise if it has no position. `option`: makes them shorter."""
     config = getattr(model, "config", None)
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int) or length <= most:
@@ -163,42 +159,29 @@ def need_positions(length: int, model: Any, option: str = "--length") -> None:
 
 
 def calibration_tokens(
-    source: Path,
-    tokenizer: Any,
-    *,
-    num_samples: int,
-    length: int,
-    seed: int = 0,
-    chat_template: bool = False,
+    source: Path, tokenizer: Any, *, num_samples: int, length: int, seed: int = 0, chat_template: bool = False
 ) -> Tensor:
     """`num_samples` different windows of the text, drawn at random, `(num_samples, length)`."""
     every = windows(token_stream(source, tokenizer, chat_template=chat_template), length)
     if len(every) < num_samples:
-        raise ConfigError(
-            f"text {source} has {len(every)} windows of {length} tokens, and {num_samples} are wanted; give more text, "
-            "or ask for fewer or shorter samples"
-        )
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
-    return every[order[:num_samples]]
+        raise too_few_windows(source, len(every), length, num_samples)
+    return shuffled(every, seed)[:num_samples]
 
 
 def _document(row: Any, where: object, tokenizer: Any, chat_template: bool) -> str:
     if isinstance(row, str) and not chat_template:
         return row
     keys = _CHAT_KEYS if chat_template else _TEXT_KEYS
-    value = next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
-    if chat_template and isinstance(value, list):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("this tokenizer has no chat template; give plain text instead")
-        return _rendered(_messages(value, where), where, tokenizer)
-    if not chat_template and isinstance(value, str):
-        return value
-    key = next((key for key in keys if key in row), None) if isinstance(row, dict) else None
-    if key is not None:
+    found = {key: row[key] for key in keys if key in row} if isinstance(row, dict) else {}
+    for key, value in found.items():
+        if chat_template and isinstance(value, list):
+            return rendered(tokenizer, _messages(value, where), where)
+        if not chat_template and isinstance(value, str):
+            return value
         wanted = "a list of messages" if chat_template else "a text"
         raise ConfigError(f"{where}: its {key} is {value!r:.60}, not {wanted}; leave such rows out")
-    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    raise ConfigError(f"{where}: no {' or '.join(keys)} in it ({found}); name the text so")
+    names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    raise ConfigError(f"{where}: no {' or '.join(keys)} in it ({names}); name the text so")
 
 
 def _messages(value: list[Any], where: object) -> list[Any]:
@@ -209,16 +192,18 @@ def _messages(value: list[Any], where: object) -> list[Any]:
             message = {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
         has_content = isinstance(message, dict) and (message.get("content") is not None or message.get("tool_calls"))
         if not has_content or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f"{where}: the message {message!r:.80} has no role and content; give both, or from and value"
-            )
+            given = f"{message!r:.80}"
+            raise ConfigError(f"{where}: the message {given} has no role and content; give both, or from and value")
         found.append(message)
     return found
 
 
-def _rendered(messages: list[Any], where: object, tokenizer: Any) -> str:
+def rendered(tokenizer: Any, messages: list[Any], where: object, **how: Any) -> str:
+    """The messages as the tokenizer's chat template writes them."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"{where}: no chat template: this tokenizer has none; give plain text, or prompt, response")
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
     except Exception as error:  # templates raise any kind of exception, for example if roles do not take turns
         raise ConfigError(f"{where}: the chat template refuses the messages ({error})") from error
 
@@ -229,25 +214,18 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _dataset_rows(folder: Path) -> Iterator[Any]:
+    datasets = package("datasets", "", f"the dataset {folder}, instead of JSON lines,")
     try:
-        from datasets import DatasetDict, load_from_disk
-    except Exception:  # a broken package raises anything
-        raise ConfigError(
-            f"the dataset {folder} needs the package 'datasets', which {import_problem('datasets')} pip install "
-            "datasets; or give its text as JSON lines"
-        ) from None
-    try:
-        found = load_from_disk(str(folder))
-        if isinstance(found, DatasetDict):
+        found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict):
             name = "train" if "train" in found else next(iter(found))
             if len(found) > 1:
                 log.warning("%s has the splits %s: %r is read; give the folder of another", folder, list(found), name)
             found = found[name]
         yield from found
     except Exception as error:  # of pyarrow, of JSON files, of the package itself
-        raise ConfigError(
-            f"the dataset {folder} cannot be read ({error!r}); save it again, or give JSON lines"
-        ) from error
+        problem = f"cannot be read ({error!r}); save it again, or give JSON lines"
+        raise ConfigError(f"the dataset {folder} {problem}") from error
 
 
 def _read(path: Path) -> str:
@@ -257,8 +235,91 @@ def _read(path: Path) -> str:
         raise ConfigError(f"text {path} cannot be read ({error}); text is UTF-8") from None
 
 
-def _parsed(line: str, where: str) -> Any:
+def parsed(line: str, where: str) -> Any:
+    """A line of JSON."""
     try:
         return json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error})") from None
+
+
+# The default number of tokens: this many for each column of the widest layer, within these bounds.
+TOKENS_PER_COLUMN, LEAST_TOKENS, MOST_TOKENS = 8, 64 * 512, 256 * 512
+_MOST_KINDS = 16  # with up to this many files, each counts as a kind of text; with more, the folder is one kind
+
+
+@dataclass(frozen=True)
+class DrawnText:
+    """`tokens (samples, length)`, and how many of these windows each text gave, by its path."""
+
+    tokens: Tensor
+    shares: Mapping[str, int]
+
+
+def default_num_windows(widest: int, length: int) -> int:
+    """The number of windows for a model whose widest layer has this many columns.
+
+    >>> default_num_windows(1408, 512), default_num_windows(14336, 512), default_num_windows(28672, 512)
+    (64, 224, 256)
+    """
+    return ceil(min(max(TOKENS_PER_COLUMN * widest, LEAST_TOKENS), MOST_TOKENS) / length)
+
+
+def draw_windows(
+    texts: Sequence[Path],
+    tokenizer: Any,
+    *,
+    num_samples: int | None,
+    length: int,
+    widest: int,
+    seed: int = 0,
+    chat_template: bool = False,
+) -> DrawnText:
+    """Different windows of the texts, drawn at random: as many from each text, as far as it has them.
+
+    A folder of 2 to 16 text files counts as that many texts. `num_samples`: None for a number that follows the widest
+    layer, or all windows, if they have `LEAST_TOKENS` or more.
+    """
+    streams: dict[str, Tensor] = {}
+    for text in texts:
+        streams |= _streams(text, tokenizer, length, chat_template)
+    kinds = {name: windows(tokens, length) for name, tokens in streams.items()}
+    available = {name: len(every) for name, every in kinds.items()}
+    wanted = num_samples
+    if wanted is None:
+        fewest = max(sum(available.values()), ceil(LEAST_TOKENS / length))
+        wanted = min(default_num_windows(widest, length), fewest)
+    shares = even_shares(available, wanted)
+    if sum(shares.values()) < wanted:
+        raise too_few_windows(", ".join(map(str, texts)), sum(available.values()), length, wanted)
+    drawn = []
+    for number, (name, every) in enumerate(kinds.items()):
+        drawn.append(shuffled(every, seed + number)[: shares[name]])
+    tokens = torch.cat(drawn)
+    if len(kinds) > 1:  # mix the kinds, because some methods only read the first windows
+        tokens = shuffled(tokens, seed)
+    return DrawnText(tokens, shares)
+
+
+def even_shares(available: Mapping[str, int], wanted: int) -> dict[str, int]:
+    """Parts of `wanted` that differ by at most one, except where less is available.
+
+    >>> even_shares({"books": 100, "code": 3, "chat": 100}, 32)
+    {'books': 15, 'code': 3, 'chat': 14}
+    """
+    shares = dict.fromkeys(available, 0)
+    for _ in range(min(wanted, sum(available.values()))):
+        poorest = min((name for name in shares if shares[name] < available[name]), key=lambda name: shares[name])
+        shares[poorest] += 1
+    return shares
+
+
+def _streams(text: Path, tokenizer: Any, length: int, chat_template: bool) -> dict[str, Tensor]:
+    """The tokens of each kind of text; files of a folder are kinds if there are few and each fills a window."""
+    files = [text] if not text.is_dir() or is_dataset(text) else text_files(text)
+    if len(files) > _MOST_KINDS:
+        return {str(text): token_stream(text, tokenizer, chat_template=chat_template)}
+    found = {str(file): token_stream(file, tokenizer, chat_template=chat_template) for file in files}
+    if len(files) > 1 and min(map(len, found.values())) < length:
+        return {str(text): torch.cat(list(found.values()))}
+    return found

@@ -37,11 +37,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Compare the files of a folder with its `checksums.json`, if it has one.
-
-    Weights that differ are an error. Other files, such as config.json and the tokenizer, are edited by users:
-    differences cause a warning.
-    """
+    """Compare with `checksums.json`, if there is one: changed weights are an error, files that users edit a warning."""
     path = folder / CHECKSUMS
     if not path.is_file():
         return
@@ -51,17 +47,16 @@ def check_files(folder: Path) -> None:
         found = _facts(folder, present)
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error})") from None
-    changed = [name for name in present if found[name] != known[name]]
+    changed = [name for name in known if found.get(name) != known[name]]
     damaged = [name for name in changed if name.endswith(_WEIGHTS)]
-    damaged += [name for name in known if name.endswith(_WEIGHTS) and name not in found]
     if damaged:
         raise CheckpointError(
             f"{', '.join(str(folder / name) for name in damaged)}: damaged or missing (the checksum in {CHECKSUMS} "
-            f"differs); take the file from a copy or write the folder again. If it was changed on purpose, remove "
-            f"{CHECKSUMS}"
+            f"differs); copy the file or write the folder again. If it was changed on purpose, remove {CHECKSUMS}"
         )
     for name in changed:
-        log.warning("%s has changed since the folder was written (%s)", folder / name, CHECKSUMS)
+        if name in found:
+            log.warning("%s has changed since the folder was written (%s)", folder / name, CHECKSUMS)
 
 
 def fingerprint(folder: Path, files: Iterable[Path], settings: Mapping[str, Any]) -> str:
@@ -74,25 +69,26 @@ def _facts(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Size and checksum of files, several at once, which makes both reading and summing faster."""
     if not names:
         return {}
+
+    def fact(name: str) -> dict[str, Any]:
+        return {"bytes": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
+
     with ThreadPoolExecutor(min(len(names), _MOST_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: _fact(folder / name), names), strict=True))
-
-
-def _fact(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
+        return dict(zip(names, pool.map(fact, names), strict=True))
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    advice = f"remove it to load the folder without comparing checksums, or write {path.parent} again"
+    files: dict[str, dict[str, Any]] = {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         version, files, own = found["format"], found["files"], found["crc32"]
+        problem = "" if own == _of_entries(files) else "is damaged (its own checksum differs)"
+        problem = problem if version == _FORMAT else f"has format {version!r}; this version reads {_FORMAT}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error!r}); {advice}") from None
-    if version != _FORMAT:
-        raise CheckpointError(f"{path} has format {version!r}; this version reads {_FORMAT}; {advice}")
-    if not isinstance(files, dict) or own != _of_entries(files):
-        raise CheckpointError(f"{path} is damaged (its own checksum differs); {advice}")
+        problem = f"cannot be read ({error!r})"
+    if problem:
+        advice = f"remove it to load the folder without comparing checksums, or write {path.parent} again"
+        raise CheckpointError(f"{path} {problem}; {advice}")
     return files
 
 

@@ -1,8 +1,10 @@
-"""Imports classes of transformers when they are needed."""
+"""Imports optional packages, and classes of transformers, when they are needed."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,22 @@ from sparsebit.llm.models.sentencepiece_file import is_sentencepiece
 
 log = logging.getLogger(__name__)
 # A model has one of these files: fast tokenizers, those of sentencepiece and of tiktoken, and those of GPT-2's kind.
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer_config.json",
-)
+_TOKENIZERS = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "vocab")]
+_TOKENIZERS += ["tokenizer.model", "tiktoken.model", "vocab.txt"]
 _SAMPLE = "The quick brown fox, 1234 naïve dogs\n  and 日本 🙂."
+
+
+def package(name: str, extra: str, purpose: str) -> Any:
+    """An optional package; without it, an error that names the command to install it."""
+    try:
+        return __import__(name.replace("-", "_"))
+    except Exception:  # a broken package raises anything
+        raise MissingExtraError(name, extra, purpose) from None
 
 
 def transformers_module() -> Any:
     """The package transformers; it never uses the network."""
-    try:
-        import transformers
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("transformers", "llm", "a language model") from None
-    return transformers
+    return package("transformers", "llm", "a language model")
 
 
 def need_imported(error: Exception) -> None:
@@ -42,38 +42,35 @@ def need_imported(error: Exception) -> None:
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The model's config; code that comes with the model runs only if `trust_remote_code` is True."""
-    auto = transformers_module().AutoConfig
-    _need_folder(folder)
-    try:
-        return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # the classes of configs raise any kind of exception
-        need_imported(error)
-        raise CheckpointError(f"{folder}: its config cannot be read ({error})") from None
+    need_folder(folder)
+    return _from_pretrained("AutoConfig", folder, "config", trust_remote_code)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in the folder of the model."""
-    auto = transformers_module().AutoTokenizer
-    _need_folder(folder)
-    if not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
-        raise CheckpointError(
-            f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}): copy these files from the download of the model"
-        )
+    need_folder(folder)
     pieces = Path(folder) / "tokenizer.model"
     has_pieces_alone = not (Path(folder) / "tokenizer.json").is_file() and is_sentencepiece(pieces)
-    if has_pieces_alone and find_spec("sentencepiece") is None:
-        raise CheckpointError(
-            f"{pieces} needs the package 'sentencepiece', which is not installed: pip install sentencepiece; or add "
-            "the tokenizer.json of the model"
-        )
-    try:
-        found = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # the package tokenizers raises no special class
-        need_imported(error)
-        raise CheckpointError(f"{folder}: its tokenizer cannot be read ({error})") from None
+    problem = None
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
+        problem = f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}): copy these files from the download"
+    elif has_pieces_alone and find_spec("sentencepiece") is None:
+        problem = f"{pieces} needs the package 'sentencepiece': pip install sentencepiece; or add the tokenizer.json"
+    if problem is not None:
+        raise CheckpointError(f"{problem} of the model")
+    found = _from_pretrained("AutoTokenizer", folder, "tokenizer", trust_remote_code)
     if has_pieces_alone:
         _compare_pieces(pieces, found)
     return found
+
+
+def _from_pretrained(kind: str, folder: Path, what: str, trust_remote_code: bool) -> Any:
+    auto = getattr(transformers_module(), kind)
+    try:
+        return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # configs and the package tokenizers raise any kind of exception
+        need_imported(error)
+        raise CheckpointError(f"{folder}: its {what} cannot be read ({error})") from None
 
 
 def _compare_pieces(path: Path, tokenizer: Any) -> None:
@@ -93,15 +90,24 @@ def _compare_pieces(path: Path, tokenizer: Any) -> None:
         )
 
 
-def _need_folder(folder: Path) -> None:
+def need_folder(folder: Path) -> None:
     """Raise if it is not a folder, because transformers would treat the name as a model on the network."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder of a downloaded model")
 
 
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Inside, the model is in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def default_dtype(config: Any, device: torch.device | str) -> torch.dtype:
-    """The type of activations and float weights: that of the files, except float32 on a CPU (half precision is
-    slow).
-    """
+    """The type of activations and float weights: that of the files, but float32 on a CPU, where halves are slow."""
     stored: torch.dtype = getattr(config, "dtype", None) or torch.float32
     return torch.float32 if torch.device(device).type == "cpu" else stored

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,7 @@ _RESIDUAL, _OUTPUT = 1e-3, 1e-4
 
 @dataclass(frozen=True)
 class Fold:
-    """`source`: the module that scales. `owner (in,)`: its channel that each input comes from.
-
-    `offset`: 1 for a norm that multiplies by `1 + weight`.
-    """
+    """`source` scales; `owner (in,)`: its channel for each input. `offset`: 1 for a norm with factors `1 + weight`."""
 
     source: str
     owner: Tensor
@@ -67,96 +65,68 @@ def scale_readers(block: nn.Module, stage: Sequence[str], scale: Tensor) -> None
 
 @torch.no_grad()
 def find_fold(block: nn.Module, stage: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Fold | None:
-    """The module into which the scale of the input of `stage` is folded; None if folding is exact nowhere.
-
-    `run`: the output of the block, or of a changed copy of it, for some hidden states.
-    """
-    seen = _Seen(block, stage[0])
-    with seen.watching():
-        expected = run(block)
-    if seen.input is None:
-        return None
-    for source, offset in seen.candidates():
-        fold = _proven(block, stage, run, source, offset, seen.input, expected)
+    """The module that takes the scale of the input of `stage`; None if nowhere exact. `run`: the output of a block."""
+    seen = _Seen(block, stage[0], run)
+    # Norms, with weights or `1 + weight`, then the layers, the last one first.
+    candidates = [(name, offset) for name in seen.norms for offset in (0.0, 1.0)]
+    for source, offset in [*candidates, *((name, 0.0) for name in reversed(seen.layers))]:
+        fold = _proven(block, stage, run, source, offset, seen)
         if fold is not None:
             return fold
     return None
 
 
 class _Seen:
-    """The modules that run before a layer, and its input."""
+    """The input of the layer `head` while the block runs, the block's output, and the modules that ran before it."""
 
-    def __init__(self, block: nn.Module, head: str) -> None:
-        self.block, self.head = block, head
+    def __init__(self, block: nn.Module, head: str, run: Callable[[nn.Module], Tensor]) -> None:
+        self.block = block
         self.input: Tensor | None = None
         self.norms: list[str] = []
         self.layers: list[str] = []
+        self._outputs: dict[str, Any] = {}
+        with contextlib.ExitStack() as hooks:
+            for name, module in block.named_modules():
+                if name and not list(module.children()):
+                    note = functools.partial(self._note, name)
+                    hooks.enter_context(module.register_forward_hook(note))
+            hooks.enter_context(block.get_submodule(head).register_forward_pre_hook(self._reach))
+            self.output = run(block)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        outputs: dict[str, Any] = {}
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.input is None:
+            self._outputs[name] = output
 
-        def note(name: str, output: Any) -> None:
-            if self.input is None:
-                outputs[name] = output
-
-        def reach(args: tuple[Any, ...]) -> None:
-            self.input = args[0]
-            width = args[0].shape[-1]
-            for name, output in outputs.items():
-                weight = getattr(self.block.get_submodule(name), "weight", None)
-                if not isinstance(weight, Tensor):
-                    continue
-                if weight.ndim == 1 and len(weight) == width and output is args[0]:
-                    self.norms.append(name)
-                if weight.ndim == 2 and name in linears(self.block) and width % weight.shape[0] == 0:
-                    self.layers.append(name)
-
-        hooks = [
-            module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
-            for name, module in self.block.named_modules()
-            if name and not list(module.children())
-        ]
-        hooks.append(self.block.get_submodule(self.head).register_forward_pre_hook(lambda _, args: reach(args)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def candidates(self) -> list[tuple[str, float]]:
-        """Norms, with weights or `1 + weight`, then the layers, the last one first."""
-        return [(name, offset) for name in self.norms for offset in (0.0, 1.0)] + [
-            (name, 0.0) for name in reversed(self.layers)
-        ]
+    def _reach(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.input, width = args[0], args[0].shape[-1]
+        for name, output in self._outputs.items():
+            weight = getattr(self.block.get_submodule(name), "weight", None)
+            if not isinstance(weight, Tensor):
+                continue
+            if weight.ndim == 1 and len(weight) == width and output is args[0]:
+                self.norms.append(name)
+            if weight.ndim == 2 and name in linears(self.block) and width % weight.shape[0] == 0:
+                self.layers.append(name)
 
 
 def _proven(
-    block: nn.Module,
-    stage: Sequence[str],
-    run: Callable[[nn.Module], Tensor],
-    source: str,
-    offset: float,
-    before: Tensor,
-    expected: Tensor,
+    block: nn.Module, stage: Sequence[str], run: Callable[[nn.Module], Tensor], source: str, offset: float, plain: _Seen
 ) -> Fold | None:
-    weight: Any = block.get_submodule(source).weight
-    num = len(weight)
+    before, expected = plain.input, plain.output
+    assert before is not None
+    num = len(block.get_submodule(source).weight)  # type: ignore[arg-type]
     order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
     factors = torch.linspace(-0.7, 0.7, num, dtype=torch.float64)[order].exp().to(before.device)
     trial = copy.deepcopy(block)
     scale_source(trial, Fold(source, torch.arange(num), offset), factors)
-    seen = _Seen(trial, stage[0])
-    with seen.watching():
-        run(trial)
-    owner = None if seen.input is None else _owners(before, seen.input, factors)
+    after = _Seen(trial, stage[0], run).input
+    owner = None if after is None else _owners(before, after, factors)
     if owner is None:
         return None
     scale_readers(trial, stage, 1 / factors[owner])
-    difference = (run(trial) - expected).abs().max()
-    if not bool(difference <= _OUTPUT * expected.abs().max()):
-        return None  # something else reads the scaled values too
-    return Fold(source, owner, offset)
+    # Otherwise something else reads the scaled values too.
+    is_same = bool((run(trial) - expected).abs().max() <= _OUTPUT * expected.abs().max())
+    return Fold(source, owner, offset) if is_same else None
 
 
 def _owners(before: Tensor, after: Tensor, factors: Tensor) -> Tensor | None:

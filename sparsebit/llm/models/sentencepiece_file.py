@@ -19,7 +19,7 @@ _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _TEXT, _SCORE, _TYPE = 1, 2, 3
 _MODEL_TYPE = 3
-_CHARSMAP, _DUMMY_PREFIX, _REMOVE_WHITESPACE = 2, 3, 4
+_CHARSMAP, _REMOVE_WHITESPACE = 2, 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class SentencePieceFile:
     pieces: tuple[TokenPiece, ...]
     kind: str
     changes_text: bool
-    adds_space: bool
 
 
 def is_sentencepiece(path: Path) -> bool:
@@ -52,23 +51,28 @@ def is_sentencepiece(path: Path) -> bool:
 
 def read_sentencepiece(path: Path) -> SentencePieceFile:
     """The vocabulary of the file."""
+    pieces: tuple[TokenPiece, ...] = ()
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
     try:
         fields = list(_fields(path.read_bytes()))
-        pieces = tuple(_piece(value) for number, value in fields if number == _PIECES)
-        trainer = dict(_fields(b"".join(value for number, value in fields if number == _TRAINER)))
-        normalizer = dict(_fields(b"".join(value for number, value in fields if number == _NORMALIZER)))
+        pieces = tuple(
+            TokenPiece(found.get(_TEXT, b"").decode(), found.get(_SCORE, 0.0), found.get(_TYPE, NORMAL))
+            for found in (dict(_fields(value)) for number, value in fields if number == _PIECES)
+        )
+        trainer, normalizer = (
+            dict(_fields(b"".join(value for number, value in fields if number == wanted)))
+            for wanted in (_TRAINER, _NORMALIZER)
+        )
+        # The settings come after the tokens.
+        problem = "" if pieces and trainer else "tokens or settings are missing"
     except (OSError, ValueError, IndexError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{path} cannot be read ({error!r}); is it a file of sentencepiece?") from None
-    if not pieces or not trainer:  # the settings come after the tokens
-        raise CheckpointError(f"{path} cannot be read (tokens or settings are missing); is it a file of sentencepiece?")
+        problem = repr(error)
+    if problem:
+        raise CheckpointError(f"{path} cannot be read ({problem}); is it a file of sentencepiece?")
     changes = bool(normalizer.get(_CHARSMAP)) or bool(normalizer.get(_REMOVE_WHITESPACE, 1))
     kind = trainer.get(_MODEL_TYPE, 1)
-    return SentencePieceFile(pieces, _KINDS.get(kind, str(kind)), changes, bool(normalizer.get(_DUMMY_PREFIX, 1)))
-
-
-def _piece(data: bytes) -> TokenPiece:
-    found = dict(_fields(data))
-    return TokenPiece(found[_TEXT].decode() if _TEXT in found else "", found.get(_SCORE, 0.0), found.get(_TYPE, NORMAL))
+    return SentencePieceFile(pieces, _KINDS.get(kind, str(kind)), changes)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -1,50 +1,36 @@
 """`SeparateExperts`: the experts of a block as separate linear layers, each with its own input.
 
 transformers 5 keeps the experts of a block in two stacked tensors, `gate_up_proj (experts, 2 * inner, hidden)` and
-`down_proj (experts, hidden, inner)`; checkpoints have a matrix for each expert. Here each of those matrices is a linear
-layer, named as in the checkpoint, so that it is hooked, quantized, packed and written as any other layer.
+`down_proj (experts, hidden, inner)`; checkpoints have a matrix for each expert. Here each of those is a linear layer,
+named as in the checkpoint, so that it is hooked, quantized, packed and written as any other layer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """The names of the matrices of an expert in a checkpoint: `("w1", "w3", "w2")` in Mixtral."""
-
-    gate: str
-    up: str
-    down: str
-
-
 class SeparateExperts(nn.Module):
-    """Computes the same as the stacked `fused`; the layers of expert 3 are `3.gate`, `3.up` and `3.down`.
+    """Computes the same as the stacked `fused`; `names`: of its matrices in a checkpoint, `3.w1` for expert 3.
 
     Weights are not copied: `fused` is on the meta device, and they are read from files afterwards.
     """
 
-    def __init__(self, fused: Any, names: ExpertNames) -> None:
+    def __init__(self, fused: Any, names: tuple[str, str, str]) -> None:
         super().__init__()
         self.num_experts, self.names = int(fused.gate_up_proj.shape[0]), names
-        inner, hidden = fused.gate_up_proj.shape[1] // 2, fused.gate_up_proj.shape[2]
-        kind: dict[str, Any] = {
-            "bias": False,
-            "dtype": fused.gate_up_proj.dtype,
-            "device": fused.gate_up_proj.device,
-        }
+        stacked: Tensor = fused.gate_up_proj
+        inner, hidden = stacked.shape[1] // 2, stacked.shape[2]
+        kind: dict[str, Any] = {"bias": False, "dtype": stacked.dtype, "device": stacked.device}
         for number in range(self.num_experts):
             expert = nn.Module()
-            expert.add_module(names.gate, nn.Linear(hidden, inner, **kind))
-            expert.add_module(names.up, nn.Linear(hidden, inner, **kind))
-            expert.add_module(names.down, nn.Linear(inner, hidden, **kind))
+            for name, sizes in zip(names, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True):
+                expert.add_module(name, nn.Linear(*sizes, **kind))
             self.add_module(str(number), expert)
         del fused.gate_up_proj, fused.down_proj
         self.gating = fused  # used for its activation function and its way to join gate and up
@@ -58,34 +44,31 @@ class SeparateExperts(nn.Module):
                 continue
             expert = self.get_submodule(str(number))
             x = hidden_states[tokens]
-            gate, up = expert.get_submodule(self.names.gate)(x), expert.get_submodule(self.names.up)(x)
-            inner = self.gating._apply_gate(torch.cat([gate, up], -1))
-            found = expert.get_submodule(self.names.down)(inner) * top_k_weights[tokens, place, None]
+            gate, up, down = map(expert.get_submodule, self.names)
+            inner = self.gating._apply_gate(torch.cat([gate(x), up(x)], -1))
+            found = down(inner) * top_k_weights[tokens, place, None]
             output = output.index_add(0, tokens, found.to(output.dtype))
         return output
 
     def stages(self, path: str) -> tuple[tuple[str, ...], ...]:
         """The layers in stages, by their names in a block that has this module at `path`: gates and ups first."""
         numbers = range(self.num_experts)
-        first = tuple((f"{path}.{n}.{self.names.gate}", f"{path}.{n}.{self.names.up}") for n in numbers)
-        return first + tuple((f"{path}.{n}.{self.names.down}",) for n in numbers)
+        first = tuple((f"{path}.{n}.{self.names[0]}", f"{path}.{n}.{self.names[1]}") for n in numbers)
+        return first + tuple((f"{path}.{n}.{self.names[2]}",) for n in numbers)
 
 
 def separate_experts(model: nn.Module, converters: Sequence[Any]) -> list[Any]:
-    """Replace stacked experts by `SeparateExperts` if checkpoints have a matrix for each.
-
-    `converters`: transformers' rules that build stacked tensors from single ones. Returns the remaining rules.
-    Experts of another layout (transposed, interleaved, with biases) stay stacked.
+    """Replace stacked experts by `SeparateExperts` if checkpoints have a matrix for each and no other layout.
+    `converters`: transformers' rules that build stacked tensors from single ones; returns the remaining ones.
     """
     used: list[Any] = []
-    stacked = [(path, module) for path, module in model.named_modules() if _is_stacked(module)]
-    for path, module in stacked:
+    for path, module in [(path, module) for path, module in model.named_modules() if _is_stacked(module)]:
         first = _sources(converters, f"{path}.gate_up_proj", 2)
         second = _sources(converters, f"{path}.down_proj", 1)
         if first is None or second is None:
             continue
-        names = ExpertNames(*(_matrix_name(text) for text in (*first.source_patterns, *second.source_patterns)))
-        model.set_submodule(path, SeparateExperts(module, names))
+        gate, up, down = map(_matrix_name, (*first.source_patterns, *second.source_patterns))
+        model.set_submodule(path, SeparateExperts(module, (gate, up, down)))
         used += [first, second]
     return [converter for converter in converters if not any(converter is one for one in used)]
 
@@ -95,23 +78,29 @@ def experts_in(block: nn.Module) -> dict[str, SeparateExperts]:
     return {name: module for name, module in block.named_modules() if isinstance(module, SeparateExperts)}
 
 
+def experts_prefixes(block: nn.Module) -> tuple[str, ...]:
+    """What the names of the layers of experts start with, for `str.startswith`."""
+    return tuple(f"{path}." for path in experts_in(block))
+
+
 def routers(skeleton: Any) -> list[str]:
     """The names in the files of the modules that choose among experts: matrices that stay float."""
     paths = [path.rpartition(".")[0] for path in experts_in(skeleton.model)]
-    found: list[str] = []
-    for name, module in skeleton.model.named_modules():
-        if type(module) is not nn.Linear and name.rpartition(".")[0] in paths and f"{name}.weight" in skeleton.names:
-            found.append(skeleton.names[f"{name}.weight"].removesuffix(".weight"))
-    return found
+    return [
+        skeleton.names[f"{name}.weight"].removesuffix(".weight")
+        for name, module in skeleton.model.named_modules()
+        if type(module) is not nn.Linear and name.rpartition(".")[0] in paths and f"{name}.weight" in skeleton.names
+    ]
 
 
 def _is_stacked(module: Any) -> bool:
-    shapes = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(tensor, nn.Parameter) and tensor.ndim == 3 for tensor in shapes):
-        return False
-    flags = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
-    return hasattr(module, "_apply_gate") and all(
-        bool(getattr(module, name, usual)) == usual for name, usual in {**flags, "has_post_expert_norm": False}.items()
+    stacked = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    usual = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
+    usual["has_post_expert_norm"] = False
+    return (
+        all(isinstance(tensor, nn.Parameter) and tensor.ndim == 3 for tensor in stacked)
+        and hasattr(module, "_apply_gate")
+        and all(bool(getattr(module, name, value)) == value for name, value in usual.items())
     )
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
+from sparsebit.llm.models.architectures import as_linear_layers
 from sparsebit.llm.models.hub_classes import load_config, need_imported, transformers_module
-from sparsebit.llm.models.linear_layers import as_linear_layers
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import separate_experts
+from sparsebit.progress import track
 
 log = logging.getLogger(__name__)
 # Files with the stacked experts of a block, as transformers has them in memory.
@@ -56,26 +57,21 @@ class Skeleton:
         self._drop_first_values()
 
     def _untie(self) -> None:
-        """Separate weights whose values in the files differ, even if the config ties them.
-
-        transformers does the same. The config is corrected, because other readers would tie them.
-        """
+        """Separate weights whose values in the files differ, as transformers does; correct the config for others."""
         for target, source in dict(self.model.all_tied_weights_keys).items():
             own, other = self.names.get(target), self.names.get(source)
             if own is None or other is None or own == other:
                 continue
             if not torch.equal(self.folder.tensor(own), self.folder.tensor(other)):
-                log.warning(
-                    "%s: its config ties %s to %s, and its files differ: not tied", self.folder.path, own, other
-                )
+                text = "%s: its config ties %s to %s, and its files differ: not tied"
+                log.warning(text, self.folder.path, own, other)
                 self.model.all_tied_weights_keys.pop(target)
-                self.model.config.tie_word_embeddings = False
-                self.folder.config["tie_word_embeddings"] = False
+                self.model.config.tie_word_embeddings = self.folder.config["tie_word_embeddings"] = False
 
     def _drop_first_values(self) -> None:
         """Move everything that the files hold to the meta device: some classes create initial values elsewhere."""
         for path, part in self.model.named_modules():
-            for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            for own, tensor in own_tensors(part).items():
                 name = f"{path}.{own}" if path else own
                 if not tensor.is_meta and (own in part._parameters or name in self.names):
                     set_tensor(part, own, tensor.to("meta"))
@@ -83,17 +79,15 @@ class Skeleton:
     def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
         """The module at `path` with its weights, and with those of its submodules, except for those at `without`."""
         module: nn.Module = self.model.get_submodule(path)
-        for name, part in module.named_modules():
-            full = ".".join(filter(None, (path, name)))
-            if any(full == skipped or full.startswith(f"{skipped}.") for skipped in without):
+        skipped = tuple(f"{name}." for name in without)
+        for full, part in module.named_modules(prefix=path):
+            if f"{full}.".startswith(skipped):
                 continue
             restore_buffers(self.model, part, self.device)
-            for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            for own, tensor in own_tensors(part).items():
                 if tensor.is_meta:
-                    name_of_tensor = f"{full}.{own}" if full else own
-                    set_tensor(part, own, self.read(name_of_tensor, tensor).to(self.device))
-        module.eval()
-        return module
+                    set_tensor(part, own, self.read(f"{full}.{own}" if full else own, tensor).to(self.device))
+        return module.eval()
 
     def check_shapes(self) -> None:
         """Raise for files that cannot be read, lack a tensor of the model or have one in another shape."""
@@ -109,7 +103,7 @@ class Skeleton:
         if wanted.is_floating_point() and value.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{self.folder.path}: {name} is kept as {value.dtype}, and the architecture wants floats: the weights "
-                "are quantized, and the quantization_config in its config.json does not say how; give the float model"
+                "are quantized, and its config.json has no quantization_config that says how; give the float model"
             )
         return value.to(self.dtype if wanted.is_floating_point() else wanted.dtype)
 
@@ -127,9 +121,8 @@ class Skeleton:
 
     def _need_shape(self, name: str, found: tuple[int, ...], wanted: Tensor) -> None:
         if found != tuple(wanted.shape):
-            raise CheckpointError(
-                f"{self.folder.path}: {name} has the shape {found}, and the architecture wants {tuple(wanted.shape)}"
-            )
+            shapes = f"{name} has the shape {found}, and the architecture wants {tuple(wanted.shape)}"
+            raise CheckpointError(f"{self.folder.path}: {shapes}")
 
     def check_unused(self, packed: Collection[str] = ()) -> None:
         """Log the tensors of the files that the architecture does not use; `packed`: those of packed layers.
@@ -138,15 +131,13 @@ class Skeleton:
         """
         used = {self.names[name] for name in self.model.state_dict() if name in self.names} | set(packed)
         expected = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        unused = [name for name in self.folder if name not in used]
-        unused = [name for name in unused if not any(re.search(pattern, name) for pattern in expected)]
+        unused = [name for name in self.folder if name not in used and not any(re.search(p, name) for p in expected)]
         numbered = {pattern for name in used for pattern in _numbered(name)}
         further = [name for name in unused if not numbered.isdisjoint(_numbered(name))]
         if further and not self.folder.config.get("num_nextn_predict_layers"):  # layers that predict further tokens
             raise CheckpointError(
                 f"{self.folder.path}: its files hold {len(further)} tensors of layers or experts that its config.json "
-                f"does not have ({', '.join(further[:2])}): the config is of another model, or its number of layers or "
-                "experts was changed"
+                f"does not have ({', '.join(further[:2])}): the config is of another model, or was changed"
             )
         if unused:
             log.warning(
@@ -168,28 +159,23 @@ def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = Fa
     """The architecture on the meta device, which takes no memory."""
     auto = transformers_module().AutoModelForCausalLM
     if trust_remote_code is False and type(config) not in auto._model_mapping:
-        raise CheckpointError(
-            f"model type {config.model_type!r} is not a causal language model of transformers "
-            f"({', '.join(config.architectures or ()) or type(config).__name__})"
-        )
+        name = ", ".join(config.architectures or ()) or type(config).__name__
+        raise CheckpointError(f"model type {config.model_type!r} is not a causal language model ({name})")
     try:
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # classes of models raise any kind of exception, for example for a missing package
         need_imported(error)
-        raise CheckpointError(
-            f"the architecture {config.model_type!r} cannot be built from its config ({type(error).__name__}: {error})"
-        ) from error
+        why = f"cannot be built from its config ({type(error).__name__}: {error})"
+        raise CheckpointError(f"the architecture {config.model_type!r} {why}") from error
     return model.eval()
 
 
 def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of `part` that no file holds, such as the frequencies of rotary embeddings.
-
-    transformers recomputes them in `_init_weights`. One that stays unchanged is an error, since the model would
-    compute with arbitrary numbers.
+    """Compute the buffers of `part` that no file holds, such as rotary frequencies, by transformers' `_init_weights`.
+    One that stays unchanged is an error, since the model would compute with arbitrary numbers.
     """
-    missing = [name for name in part._non_persistent_buffers_set if _is_meta(part._buffers.get(name))]
+    missing = [name for name in part._non_persistent_buffers_set if getattr(part._buffers.get(name), "is_meta", False)]
     if not missing:
         return
     first = _computed(model, part, missing, device, mark=False)
@@ -201,6 +187,11 @@ def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
             f"{type(part).__name__} of {type(model).__name__} computes {', '.join(left)} when it is built, and its "
             "transformers class does not compute them again: this architecture cannot be read block by block"
         )
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of the module itself, by name."""
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
@@ -222,10 +213,7 @@ def _rules(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _file_names(model: Any, folder: ModelFolder, renamings: list[Any], converters: list[Any]) -> dict[str, str]:
-    """The name in the files of each tensor of the model, by transformers' own rules; tied weights are kept once.
-
-    Tensors that transformers computes from several others when it loads them are missing.
-    """
+    """The name in the files of each tensor, by transformers' own rules, without those that it computes from several."""
     from transformers.core_model_loading import rename_source_key
 
     known = model.state_dict()
@@ -251,28 +239,18 @@ def _numbered(name: str) -> list[str]:
     return [f"{name[: number.start()]}*{name[number.end() :]}" for number in found]
 
 
-def _is_meta(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
-
-
 def _computed(
     model: Any, part: nn.Module, names: Sequence[str], device: torch.device, *, mark: bool
 ) -> dict[str, Tensor]:
     """The buffers as the model's class computes them over arbitrary values; those of flags are `mark`."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        buffer = part._buffers[name]
-        assert buffer is not None
+    buffers = {name: buffer for name in names if (buffer := part._buffers[name]) is not None}
+    for name, buffer in buffers.items():
         value = torch.nan if buffer.is_floating_point() else mark
         if buffer.dtype != torch.bool and not buffer.is_floating_point():
             value = torch.iinfo(buffer.dtype).min
         part._buffers[name] = torch.full(buffer.shape, value, dtype=buffer.dtype, device=device)
     model._init_weights(part)
-    for name in names:
-        buffer = part._buffers[name]
-        assert buffer is not None
-        found[name] = buffer
-    return found
+    return {name: buffer for name in names if (buffer := part._buffers[name]) is not None}
 
 
 def _is_marked(tensor: Tensor) -> bool:
@@ -281,3 +259,39 @@ def _is_marked(tensor: Tensor) -> bool:
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+_CHUNK = 1 << 24  # numbers that are checked together
+
+
+def check_weights(skeleton: Skeleton, *, scan: bool) -> None:
+    """Raise for unreadable files, missing tensors and wrong shapes; `scan`: also for NaN and infinity. Matrices of
+    zeros cause a warning: an interrupted download leaves them. A part of one tensor is in memory at a time.
+    """
+    skeleton.check_shapes()
+    names = track(list(skeleton.folder), "looking for NaN in the weights") if scan else ()
+    zeros = [name for name in names if not _need_finite(skeleton.folder, name)]
+    if zeros:
+        log.warning(
+            "%s: %d weights are all zero (%s): if the model was not trained so, its download is not whole",
+            *(skeleton.folder.path, len(zeros), ", ".join(zeros[:3])),
+        )
+    skeleton.folder.close()
+
+
+def _need_finite(folder: ModelFolder, name: str) -> bool:
+    """Raise for NaN and infinity; returns whether a number is not zero (vectors, such as biases, may be all zero)."""
+    part: Any = folder.part(name)
+    shape = part.get_shape()
+    rows = max(1, _CHUNK * shape[0] // max(1, torch.Size(shape).numel())) if shape else 1
+    has_values = len(shape) < 2
+    for start in range(0, shape[0] if shape else 1, rows):
+        values = part[start : start + rows] if shape else folder.tensor(name)
+        if not values.is_floating_point():
+            return True
+        has_values = has_values or bool(values[0].any()) or bool(values.any())
+        # A sum is five times faster than `isfinite`, and is not finite where a value is not.
+        if not values.sum(dtype=torch.float32).isfinite() and not values.float().isfinite().all():
+            file = folder.files[name]
+            raise CheckpointError(f"{file}: {name} has NaN or infinite values: it is damaged; download it again")
+    return has_values

@@ -7,6 +7,7 @@ own tokens, and one that too few tokens reach is rounded without them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,15 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsebit.llm.checkpoint.finished_block import FinishedBlock
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
 from sparsebit.llm.layers.float_weight import Weight, integers
 from sparsebit.llm.models.architectures import Stages, linears, passes_of
-from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.models.input_scaling import Fold, ScaledInput, find_fold, scale_readers, scale_source
+from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.quantizing.block_walk import BlockWalk
-from sparsebit.llm.quantizing.channel_scaling import ChannelScaling
 from sparsebit.llm.quantizing.learned_rounding import learn_rounding
-from sparsebit.llm.quantizing.rounding import round_weights
+from sparsebit.llm.quantizing.rounding import nearest_values, round_weights
 from sparsebit.llm.recipe import Recipe
+from sparsebit.numerics.rounding.awq_math import search_channel_scale
 from sparsebit.numerics.rounding.hessian import InputMoments
 
 log = logging.getLogger(__name__)
@@ -47,19 +49,28 @@ class BlockRounding:
         scales = self._scaling.apply(changed, stages, path) if self.recipe.method == "awq" else {}
         packed: dict[str, Weight] = {}
         tokens: dict[str, int] = {}
-        for group in passes_of(changed, stages):
-            for part in self._parts(changed, group):
-                gathered = self._moments(original, changed, part)
-                for stage in part:
-                    moments = gathered.pop(stage[0], None)
-                    if moments is not None:
-                        tokens |= {name: moments.num_rows for name in stage if _is_expert(changed, name)}
-                    packed |= self._round_stage(changed, stage, moments, tokens, path)
-                    for name in stage:
-                        put_weight(changed, name, packed[name])
+        inside = experts_prefixes(changed)
+        groups = passes_of(changed, stages)
+        chunks = (self.walk.chunks(changed, group) if self.recipe.needs_text else (group,) for group in groups)
+        for part in itertools.chain.from_iterable(chunks):
+            gathered = self._moments(original, changed, part, inside)
+            for stage in part:
+                moments = gathered.pop(stage[0], None)
+                if moments is not None:
+                    tokens |= {name: moments.num_rows for name in stage if name.startswith(inside)}
+                packed |= self._round_stage(changed, stage, moments, tokens, path)
+                for name in stage:
+                    put_weight(changed, name, packed[name])
         if self.recipe.method == "autoround":
             packed |= self._learned(original, changed, packed, tokens, path)
-        return FinishedBlock(packed, tokens, _others(original, changed, packed, path, self.stored), scales)
+        # The other parameters that the method has changed, such as norms.
+        before = {name: one for name, one in original.named_parameters() if name.removesuffix(".weight") not in packed}
+        others = {
+            name: value.detach().to(self.stored(f"{path}.{name}")).cpu()
+            for name, value in changed.named_parameters()
+            if name in before and not torch.equal(value, before[name])
+        }
+        return FinishedBlock(packed, tokens, others, scales)
 
     def _learned(
         self,
@@ -79,24 +90,18 @@ class BlockRounding:
         found = learn_rounding(self.walk, changed, floats.__getitem__, chosen, steps=self.recipe.steps, name=path)
         return dict(found)
 
-    def _parts(self, block: nn.Module, group: Stages) -> Iterable[Stages]:
-        return self.walk.chunks(block, group) if self.recipe.needs_text else (group,)
-
-    def _moments(self, original: nn.Module, changed: nn.Module, part: Stages) -> dict[str, InputMoments]:
+    def _moments(
+        self, original: nn.Module, changed: nn.Module, part: Stages, inside: tuple[str, ...]
+    ) -> dict[str, InputMoments]:
         """Second moments of the input of each stage, by its first layer; none, if no text is needed."""
         if not self.recipe.needs_text:
             return {}
-        if _is_expert(changed, part[0][0]):
+        if part[0][0].startswith(inside):
             return self.walk.moments_together(changed, part)
         return {stage[0]: self.walk.moments(original, changed, stage) for stage in part}
 
     def _round_stage(
-        self,
-        block: nn.Module,
-        stage: Sequence[str],
-        moments: InputMoments | None,
-        tokens: Mapping[str, int],
-        path: str,
+        self, block: nn.Module, stage: Sequence[str], moments: InputMoments | None, tokens: Mapping[str, int], path: str
     ) -> dict[str, Weight]:
         """The layers of a stage; those that are rounded alike are rounded together. The moments are consumed."""
         modules, kinds = linears(block), dict[tuple[Recipe, torch.dtype, bool], list[str]]()
@@ -132,10 +137,11 @@ def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None
 
 def widest_layer(blocks: Iterable[nn.Module]) -> int:
     """The columns of the widest layer that reads every token: not those of experts."""
-    columns = [
-        layer.in_features for block in blocks for name, layer in linears(block).items() if not _is_expert(block, name)
-    ]
-    return max(columns, default=0)
+    columns = [0]
+    for block in blocks:
+        inside = experts_prefixes(block)
+        columns += [layer.in_features for name, layer in linears(block).items() if not name.startswith(inside)]
+    return max(columns)
 
 
 def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Recipe) -> None:
@@ -167,21 +173,64 @@ def put_block(block: nn.Module, finished: FinishedBlock) -> None:
         parameter.data = value.to(parameter)
 
 
-def _others(
-    original: nn.Module,
-    changed: nn.Module,
-    packed: Iterable[str],
-    path: str,
-    stored: Callable[[str], torch.dtype],
-) -> dict[str, Tensor]:
-    """The parameters besides packed weights that the method has changed, such as norms, in the type of the files."""
-    weights, before = {f"{name}.weight" for name in packed}, dict(original.named_parameters())
-    return {
-        name: parameter.detach().to(stored(f"{path}.{name}")).cpu()
-        for name, parameter in changed.named_parameters()
-        if name not in weights and not torch.equal(parameter, before[name])
-    }
+class ChannelScaling:
+    """Scales of the inputs of blocks. For blocks of one structure, the place to fold them is searched once."""
 
+    def __init__(
+        self, walk: BlockWalk, recipe_of: Callable[[str], Recipe], stored: Callable[[str], torch.dtype]
+    ) -> None:
+        self.walk, self.recipe_of, self.stored = walk, recipe_of, stored
+        self._folds: dict[object, Fold | None] = {}
 
-def _is_expert(block: nn.Module, name: str) -> bool:
-    return any(name.startswith(f"{path}.") for path in experts_in(block))
+    @torch.no_grad()
+    def apply(self, block: nn.Module, stages: Stages, path: str) -> dict[str, ScaledInput]:
+        """Scale the block at `path` of the model, before rounding; returns the result, by each stage's layers."""
+        alone = tuple(stage for stage in stages if not stage[0].startswith(experts_prefixes(block)))
+        shared = ScaledInput(reason="layers of experts share their input with what chooses the experts")
+        found = {", ".join(stage): shared for stage in stages if stage not in alone}
+        folds = {stage: self._fold(block, stage, stages) for stage in alone}
+        for part in self.walk.chunks(block, alone):
+            gathered = self.walk.moments_together(block, part)
+            for stage in part:
+                found[", ".join(stage)] = self._scale(block, stage, folds[stage], gathered[stage[0]], path)
+        return found
+
+    def _fold(self, block: nn.Module, stage: tuple[str, ...], stages: Stages) -> Fold | None:
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+        key = (type(block), stage, stages, shapes)
+        if key not in self._folds:
+            self._folds[key] = find_fold(block, stage, self.walk.run_first)
+        return self._folds[key]
+
+    def _scale(
+        self, block: nn.Module, stage: Sequence[str], fold: Fold | None, moments: InputMoments, path: str
+    ) -> ScaledInput:
+        if fold is None:
+            return ScaledInput(reason="no preceding norm or layer can take the scale exactly")
+        modules, names = linears(block), {name: f"{path}.{name}" for name in stage}
+        weights = [modules[name].weight.detach().float() for name in stage]
+        nearest = [nearest_values(self.recipe_of(one), one, self.stored(f"{one}.weight")) for one in names.values()]
+        H = moments.hessian()[0].to(weights[0])
+        owner = fold.owner.to(H.device)
+        found = search_channel_scale(weights, H, owner, nearest)
+        if found.alpha == 0:
+            return ScaledInput(0.0, fold.source)
+        factor = self._storable(block, fold, 1 / found.scale, path)
+        if factor is None:
+            return ScaledInput(reason=f"{fold.source} would not hold the scale in the type of the files")
+        scale_source(block, fold, factor)
+        scale_readers(block, stage, 1 / factor[owner])
+        return ScaledInput(found.alpha, fold.source)
+
+    def _storable(self, block: nn.Module, fold: Fold, factor: Tensor, path: str) -> Tensor | None:
+        """Factors for which a norm's weights are exact in the files' type; linear layers are rounded later anyway."""
+        weight = block.get_submodule(fold.source).weight
+        assert isinstance(weight, Tensor)
+        if weight.ndim != 1:
+            return factor
+        stored = self.stored(f"{path}.{fold.source}.weight")
+        whole = weight.double() + fold.offset
+        wanted = (whole * factor.double() - fold.offset).to(stored)
+        found = torch.where(whole != 0, (wanted.double() + fold.offset) / whole, factor.double())
+        is_good = bool(torch.isfinite(found).all()) and bool(((found / factor.double() - 1).abs() < 0.1).all())
+        return found.to(factor) if is_good else None

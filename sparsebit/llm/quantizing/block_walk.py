@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.llm.models.architectures import Architecture, Stages, blocks_of, linears, stages_of
-from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
 from sparsebit.numerics.rounding.hessian import InputMoments
@@ -28,7 +27,8 @@ from sparsebit.numerics.rounding.hessian import InputMoments
 Stream = Literal["float", "changed"]
 # Bytes of hidden states, or of second moments, on a GPU: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
-_NOT_WALKED = "this architecture cannot be quantized block by block"
+# The arguments of a block besides the hidden states; the same for all batches of one shape.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Outputs of block classes: the hidden states, or a tuple that begins with them.
 _Form = Callable[[Tensor], Any]
 _FORMS: tuple[_Form, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None))
@@ -36,14 +36,6 @@ _FORMS: tuple[_Form, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), la
 
 class _Reached(Exception):
     """Ends a forward whose remainder is not needed."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a block besides the hidden states; the same for all batches of one shape."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class BlockWalk:
@@ -67,6 +59,7 @@ class BlockWalk:
     ) -> None:
         self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
         self.blocks = blocks_of(skeleton.model, architecture)
+        self.num_blocks = len(self.blocks)
         self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
         self.rank = rank
         if rank is not None and rank.count > 1:
@@ -76,15 +69,11 @@ class BlockWalk:
                     f"{rank.count} processes: give more samples, a smaller batch size or fewer processes"
                 )
             self.batches = self.batches[rank.number :: rank.count]
-        self.memory_budget, self.num_samples = memory_budget, len(tokens)
+        self.memory_budget = memory_budget
         self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
         self._calls: dict[tuple[int, int], list[_Call]] = {}
         self._number = 0
         self._form: _Form | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -92,22 +81,25 @@ class BlockWalk:
         self.fill_outside()
         for index, batch in enumerate(self.batches):
             hidden, calls = self._front(batch.to(self.skeleton.device))
-            shape = (batch.shape[0], batch.shape[1])
-            known = self._calls.setdefault(shape, calls)
+            known = self._calls.setdefault((batch.shape[0], batch.shape[1]), calls)
             if not _same(known, calls):
-                raise ConfigError(
-                    f"{self._kind()} calls its blocks with arguments that depend on the tokens: {_NOT_WALKED}"
-                )
-            for stream in self._streams():
+                raise self._refusal("calls its blocks with arguments that depend on the tokens")
+            for stream in ("float", "changed") if self.with_float else ("changed",):
                 self.store.put((stream, 0, index), hidden)
         self.skeleton.empty("")
 
+    def _refusal(self, why: str) -> ConfigError:
+        kind = type(self.skeleton.model).__name__
+        return ConfigError(f"{kind} {why}: this architecture cannot be quantized block by block")
+
     def fill_outside(self, *, with_head: bool = False) -> None:
         """Read the weights outside of the blocks."""
-        head = None if with_head else _output_path(self.skeleton.model)
-        self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
+        model = self.skeleton.model
+        head = None if with_head else model.get_output_embeddings()
+        heads = [name for name, module in model.named_modules() if module is head and name]
+        self.skeleton.fill("", without=[self.architecture.blocks, *heads[:1]])
         if with_head:
-            self.skeleton.model.tie_weights()
+            model.tie_weights()
 
     def stages(self, block: nn.Module) -> Stages:
         """The stages of the block: those of the architecture's row, else found by running it on the first batch."""
@@ -141,9 +133,8 @@ class BlockWalk:
 
     @torch.no_grad()
     def moments_together(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
-        """Second moments of each stage's input, by its first layer, from one pass; experts may get no token.
-
-        The float input is left out: the float model may send other tokens to an expert.
+        """Second moments of each stage's input, by its first layer, from one pass; experts may get no token. The float
+        input is left out: the float model may send other tokens to an expert.
         """
         modules = linears(changed)
         found = {stage[0]: InputMoments() for stage in stages}
@@ -180,19 +171,13 @@ class BlockWalk:
 
     @torch.no_grad()
     def run_float(self, original: nn.Module, stages: Stages, *, need_outputs: bool = True) -> None:
-        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows.
-
-        If it does not, and nothing needs the outputs before the block is done, `advance` computes them: then each batch
-        has only one hidden state of the float model at a time.
+        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows. If
+        not, and nothing needs the outputs before, `advance` computes them: one hidden state of a batch at a time.
         """
         if not self.with_float:
             return
-        modules, experts = linears(original), experts_in(original)
-        heads = {
-            stage[0]: modules[stage[0]]
-            for stage in stages
-            if not any(stage[0].startswith(f"{path}.") for path in experts)
-        }
+        modules, inside = linears(original), experts_prefixes(original)
+        heads = {stage[0]: modules[stage[0]] for stage in stages if not stage[0].startswith(inside)}
         length = sum(batch.numel() for batch in self.batches)
         needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
         is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget
@@ -208,32 +193,25 @@ class BlockWalk:
 
     @torch.no_grad()
     def advance(self, changed: nn.Module, stages: Stages, original: nn.Module | None = None) -> None:
-        """Finish the block: compute the input of the next one, unless this is the last.
-
-        `original`: the float block, whose outputs `run_float` may have postponed.
-        """
+        """Compute the input of the next block, if there is one. `original`: for what `run_float` has postponed."""
         for index in range(len(self.batches)):
             for stage in stages:
                 self.store.drop(("input", stage[0], index))
             hidden = self.store.get(("changed", self._number, index))
             self.store.drop(("changed", self._number, index))
-            self._advance_float(original, index)
+            if self.with_float:
+                self._advance_float(original, index)
             if self._number + 1 < self.num_blocks:
                 self.store.put(("changed", self._number + 1, index), self.run(changed, self._number, index, hidden))
         self._number += 1
 
     def _advance_float(self, original: nn.Module | None, index: int) -> None:
-        if not self.with_float:
-            return
         output = ("float", self._number + 1, index)
         hidden: Tensor = self.store.get(("float", self._number, index))
         self.store.drop(("float", self._number, index))
         if output not in self.store and self._number + 1 < self.num_blocks:
             assert original is not None, "run_float was not called, or the float block is not given"
             self.store.put(output, self.run(original, self._number, index, hidden))
-
-    def _streams(self) -> tuple[Stream, ...]:
-        return ("float", "changed") if self.with_float else ("changed",)
 
     def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
         taken: dict[str, Tensor] = {}
@@ -244,30 +222,21 @@ class BlockWalk:
     def run(self, block: nn.Module, number: int, index: int, hidden: Tensor) -> Tensor:
         """The output of block `number` for the hidden states of batch `index`."""
         batch = self.batches[index]
-        call = self._calls[batch.shape[0], batch.shape[1]][number]
-        found = block(hidden, *call.args, **call.kwargs)
-        output: Tensor = found[0] if isinstance(found, tuple) else found
-        return output
+        return _output(block, hidden, self._calls[batch.shape[0], batch.shape[1]][number])
 
     def run_first(self, block: nn.Module) -> Tensor:
         """The output of another version of the block for the first batch."""
-        return self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
+        return self.run(block, self._number, 0, self.present("changed", 0))
 
     def run_some(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The output of another version of the block for some samples of the batches."""
-        wanted = (len(hidden), hidden.shape[1])
-        known = [shape for shape in self._calls if shape[1] == wanted[1] and shape[0] >= wanted[0]]
+        count, length = hidden.shape[:2]
+        known = [shape for shape in self._calls if shape[1] == length and shape[0] >= count]
         assert known, f"hidden states of shape {tuple(hidden.shape)}: every batch is smaller"
         size = min(known)[0]
         call = self._calls[min(known)][self._number]
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[: len(hidden)] if tensor.ndim and len(tensor) == size else tensor
-
-        args, kwargs = map_nested(Tensor, cut, (call.args, call.kwargs))
-        found = block(hidden, *args, **kwargs)
-        output: Tensor = found[0] if isinstance(found, tuple) else found
-        return output
+        cut = map_nested(Tensor, lambda one: one[:count] if one.ndim and len(one) == size else one, call)
+        return _output(block, hidden, cut)
 
     def present(self, stream: Stream, index: int) -> Tensor:
         """The input of the present block."""
@@ -280,10 +249,7 @@ class BlockWalk:
         return value
 
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
-        """The input of block 0, and the other arguments of every block.
-
-        Blocks of some classes return tuples: the first form of output with which the model runs is kept.
-        """
+        """The input of block 0, and the other arguments of every block; `_form`: the first that the model takes."""
         refusals: list[ConfigError] = []
         for form in _FORMS if self._form is None else (self._form,):
             try:
@@ -296,9 +262,7 @@ class BlockWalk:
         raise refusals[0]
 
     def _passed_through(self, tokens: Tensor, form: _Form) -> tuple[Tensor, list[_Call]]:
-        """Run the model with blocks that return their hidden states unchanged: each must run once, with the same
-        inputs.
-        """
+        """Run the model with blocks that return their hidden states unchanged: each must run once, on the same."""
         calls: list[_Call] = []
         first = torch.empty(0)
 
@@ -306,12 +270,12 @@ class BlockWalk:
             nonlocal first
             hidden: Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
             if number != len(calls):
-                raise ConfigError(f"{self._kind()} does not run its blocks one after another, each once: {_NOT_WALKED}")
+                raise self._refusal("does not run its blocks one after another, each once")
             if not calls:
                 first = hidden.clone()  # later code might write to the tensor itself
             elif number + 1 == self.num_blocks and not torch.equal(hidden, first):
-                raise ConfigError(f"{self._kind()} computes something between its blocks: {_NOT_WALKED}")
-            calls.append(_Call(args[1:], kwargs))
+                raise self._refusal("computes something between its blocks")
+            calls.append((args[1:], kwargs))
             return form(hidden)
 
         try:
@@ -320,13 +284,10 @@ class BlockWalk:
         except SparsebitError:
             raise
         except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-            raise ConfigError(f"{self._kind()} does not take what its blocks give ({error}): {_NOT_WALKED}") from error
+            raise self._refusal(f"does not take what its blocks give ({error})") from error
         if len(calls) != self.num_blocks:
-            raise ConfigError(f"{self._kind()} runs {len(calls)} of its {self.num_blocks} blocks: {_NOT_WALKED}")
+            raise self._refusal(f"runs {len(calls)} of its {self.num_blocks} blocks")
         return first, calls
-
-    def _kind(self) -> str:
-        return type(self.skeleton.model).__name__
 
     def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The logits for `hidden`, the output of the last block; the weights outside of the blocks must be present."""
@@ -347,41 +308,35 @@ class BlockWalk:
                 del block.forward
 
 
+def _output(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
+    found = block(hidden, *call[0], **call[1])
+    output: Tensor = found[0] if isinstance(found, tuple) else found
+    return output
+
+
 @contextlib.contextmanager
 def _hooked(modules: dict[str, nn.Linear], taken: dict[str, Tensor], *, stop: bool = False) -> Iterator[None]:
     """Inside, the inputs of the modules are stored in `taken`; `stop`: the forward ends there."""
 
-    def take(name: str, args: tuple[Any, ...]) -> None:
+    def take(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         taken[name] = args[0]
         if stop:
             raise _Reached
 
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: take(name, args))
-        for name, module in modules.items()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(take, name)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _output_path(model: Any) -> str | None:
-    """The path of the output layer, if the model has one."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head and name), None)
-
-
 def _same(known: list[_Call], calls: list[_Call]) -> bool:
     if known is calls:
         return True
-    ours, theirs = ([(call.args, call.kwargs) for call in given] for given in (known, calls))
-    left, right = tensors_of(ours), tensors_of(theirs)
-    if len(left) != len(right) or not all(torch.equal(a, b) for a, b in zip(left, right, strict=True)):
+    left, right = tensors_of(known), tensors_of(calls)
+    if len(left) != len(right) or not all(map(torch.equal, left, right)):
         return False
-    return repr(map_nested(Tensor, lambda _: None, ours)) == repr(map_nested(Tensor, lambda _: None, theirs))
+    return repr(map_nested(Tensor, lambda _: None, known)) == repr(map_nested(Tensor, lambda _: None, calls))

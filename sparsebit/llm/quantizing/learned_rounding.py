@@ -10,6 +10,7 @@ from the float model.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -37,11 +38,8 @@ class LearnedLayer:
 
     def __init__(self, weight: Tensor, start: PackedWeight) -> None:
         self.begin, self.shape = start, (start.out_features, start.in_features)
-        middle = torch.full_like(start.scales, 1 << start.bits - 1)
-        scale, zero = (
-            numbers.to(weight.device, torch.float32)[..., None]
-            for numbers in (start.scales, middle if start.zeros is None else start.zeros)
-        )
+        middle = torch.full_like(start.scales, 1 << start.bits - 1) if start.zeros is None else start.zeros
+        scale, zero = (part.to(weight.device, torch.float32)[..., None] for part in (start.scales, middle))
         W = weight.detach().float().reshape(start.out_features, start.scales.shape[1], -1)
         present = start.codes().to(weight.device, torch.float32).view_as(W)
         grid = StartGrid(scale, zero, 0, (1 << start.bits) - 1, start.symmetric)
@@ -61,11 +59,9 @@ class LearnedLayer:
         stored = self.begin.scales.dtype
         scale, zero = self.learned.grid()
         scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
-        codes = self.learned.steps(scale.float(), zero) + zero
+        codes = (self.learned.steps(scale.float(), zero) + zero).reshape(self.shape).to(torch.uint8).cpu()
         zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
-        return PackedWeight.from_codes(
-            codes.reshape(self.shape).to(torch.uint8).cpu(), scale[..., 0].cpu(), zeros, self.begin.bits
-        )
+        return PackedWeight.from_codes(codes, scale[..., 0].cpu(), zeros, self.begin.bits)
 
 
 class _WalkData(BlockData):
@@ -97,10 +93,7 @@ def learn_rounding(
     steps: int,
     name: str,
 ) -> dict[str, PackedWeight]:
-    """Better codes and ranges for the packed layers of the walk's current block; the given ones if none are found.
-
-    `floats(layer)`: the float weight of a layer.
-    """
+    """Better codes and ranges for the packed layers of the block, if found; `floats(layer)`: its float weight."""
     layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
     data = _WalkData(walk, block, name)
     # Half of the samples of a batch of the walk: twice the steps for the same time.
@@ -120,14 +113,15 @@ def learn_rounding(
 def _computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
     """Inside, the layers of the block compute with the learned weights."""
     modules = linears(block)
-
-    def forward(layer: LearnedLayer, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return lambda x: F.linear(x, layer.weight().to(x.dtype), bias)
-
     for name, layer in layers.items():
-        modules[name].forward = forward(layer, modules[name].bias)  # type: ignore[assignment,method-assign]
+        forward = functools.partial(_forward, layer, modules[name].bias)
+        modules[name].forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         for name in layers:
             del modules[name].forward
+
+
+def _forward(layer: LearnedLayer, bias: Tensor | None, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight().to(x.dtype), bias)

@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.execution.run_folder import RunFolder
-from sparsebit.llm.checkpoint.finished_block import FinishedBlock
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
 from sparsebit.llm.models.input_scaling import ScaledInput
-from sparsebit.llm.models.linear_layers import is_linear
-from sparsebit.llm.models.separate_experts import routers
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
-from sparsebit.llm.quantizing.bit_allocation import BitAllocation, allocate
-from sparsebit.llm.quantizing.bit_costs import NUM_SAMPLES, bit_costs
+from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs
 from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import layer_format
@@ -61,16 +58,11 @@ class QuantizationRun:
     ) -> None:
         self.rank = rank
         self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
-        self.walk = BlockWalk(
-            skeleton,
-            architecture,
-            tokens,
-            with_float=recipe.needs_float_inputs,
-            batch_size=batch_size,
-            memory_budget=memory_budget,
-            rank=rank if recipe.needs_text else None,  # without text there is no work to distribute
-        )
-        self.batch_size, self.memory_budget = batch_size, memory_budget
+        sizes: dict[str, Any] = {"batch_size": batch_size, "memory_budget": memory_budget}
+        shared = rank if recipe.needs_text else None  # without text there is no work to distribute
+        needs_float = recipe.needs_float_inputs
+        self.walk = BlockWalk(skeleton, architecture, tokens, with_float=needs_float, rank=shared, **sizes)
+        self.sizes, self.batch_size = sizes, batch_size
         self.allocation: BitAllocation | None = None
         self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
         self.formats: dict[str, LayerFormat] = {}
@@ -84,8 +76,9 @@ class QuantizationRun:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, except the weights of the blocks, which are compared block by block."""
-        outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
-        rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
+        inside = f"{self.architecture.blocks}."
+        outside = dict.fromkeys(file for name, file in self.skeleton.names.items() if not name.startswith(inside))
+        rest = {file: self.skeleton.folder.tensor(file) for file in outside}
         dtype = self.skeleton.dtype
         return {
             **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
@@ -96,9 +89,6 @@ class QuantizationRun:
             "weights outside of the blocks": digest(rest),
         }
 
-    def _is_in_block(self, name: str) -> bool:
-        return name.startswith(f"{self.architecture.blocks}.")
-
     def allocate(self, folder: RunFolder) -> None:
         """Choose the bits of each layer, if they are mixed; an interrupted run has its choice already."""
         if not self.recipe.is_mixed:
@@ -107,31 +97,21 @@ class QuantizationRun:
         if known is not None:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
-        walk = BlockWalk(
-            self.skeleton,
-            self.architecture,
-            self.tokens[:NUM_SAMPLES],
-            with_float=False,
-            batch_size=self.batch_size,
-            memory_budget=self.memory_budget,
-        )
-        found = bit_costs(walk, self.recipe, self.paths)
-        assert self.recipe.average_bits is not None
-        average = self.recipe.average_bits
+        first = self.tokens[:NUM_SAMPLES]
+        walk = BlockWalk(self.skeleton, self.architecture, first, with_float=False, **self.sizes)
+        found, average = bit_costs(walk, self.recipe, self.paths), self.recipe.average_bits
+        assert average is not None
         chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
-        self.allocation = chosen
         self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))
-        log.info("%.3f bits a weight in the mean, loss + %.4f nats", self.allocation.average_bits, self.allocation.cost)
+        self.allocation = chosen
+        log.info("%.3f bits a weight in the mean, loss + %.4f nats", chosen.average_bits, chosen.cost)
 
     def recipe_of(self, layer: str) -> Recipe:
         """The recipe of a layer with its own number of bits."""
         return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
 
     def block(self, number: int, folder: RunFolder, *, is_run: bool) -> None:
-        """Quantize the next block, or read it if it is finished, and compute the input of the block after it.
-
-        `is_run`: this block or a later one is not finished, so that calibration text goes through it.
-        """
+        """Quantize or read the next block, and compute the next input. `is_run`: a block from here on is unfinished."""
         is_walked = is_run and self.recipe.needs_text
         if number == 0 and is_walked:
             self.walk.start()
@@ -144,8 +124,7 @@ class QuantizationRun:
         if is_walked:
             self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
         if finished is None:
-            rounded = self.rounding.round(original, changed, stages, self.paths[number])
-            rounded = replace(rounded, stages=stages)
+            rounded = replace(self.rounding.round(original, changed, stages, self.paths[number]), stages=stages)
 
             def kept() -> FinishedBlock:
                 tensors, facts = rounded.to_tensors()
@@ -169,11 +148,6 @@ class QuantizationRun:
             raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
         return found
 
-    def ignored(self) -> list[str]:
-        """The linear layers of the model that stay float, and the routers of experts, which are layers in vLLM."""
-        every = [name for name, part in self.skeleton.model.named_modules() if is_linear(part)]
-        return [*(name for name in every if name not in self.formats), *routers(self.skeleton)]
-
     def bits_per_weight(self) -> float:
         return self._bits / max(self._weights, 1)
 
@@ -194,10 +168,9 @@ class QuantizationRun:
             if name in block.tokens:
                 rows = block.tokens[name]
                 self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
-        for name, scaled in block.scales.items():
-            self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
-        for group in self.architecture.fused_groups(stages):
-            self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
+        path = self.paths[number]
+        self.scaled_inputs |= {f"{path}: {name}": scaled for name, scaled in block.scales.items()}
+        self.fused += [tuple(f"{path}.{name}" for name in group) for group in self.architecture.fused_groups(stages)]
 
 
 def _read(folder: RunFolder, number: int, source: str) -> FinishedBlock | None:

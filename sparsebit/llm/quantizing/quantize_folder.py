@@ -9,6 +9,7 @@ it is equal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -25,20 +26,24 @@ from sparsebit.execution.run_folder import RunFolder, has_begun, hold_run
 from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import write_packed_folder
-from sparsebit.llm.checkpoint.weights_check import check_weights
+from sparsebit.llm.checkpoint.packed_source import float_layers
 from sparsebit.llm.converting.load_check import LoadCheck, check_loading, check_transposed, need_reader
-from sparsebit.llm.converting.vllm_rules import vllm_reasons
-from sparsebit.llm.models.architectures import Architecture, architecture_of, blocks_of, linears
-from sparsebit.llm.models.calibration_mix import DrawnText, draw_windows
-from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
+from sparsebit.llm.converting.targets import vllm_reasons
+from sparsebit.llm.models.architectures import (
+    architecture_of,
+    block_linears,
+    blocks_of,
+    need_called_layers,
+    need_loadable_layers,
+)
+from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
 from sparsebit.llm.models.hub_models import HubSource, hub_source, local_folder
 from sparsebit.llm.models.input_scaling import ScaledInput
-from sparsebit.llm.models.linear_layers import need_called_layers, need_loadable_layers
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import experts_in
-from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.models.skeleton import Skeleton, check_weights
 from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
@@ -129,11 +134,7 @@ def quantize(
         result = _quantize(job, rank, held)
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
-        target,
-        len(result.formats),
-        result.bits_per_weight,
-        result.packed_bytes / 1e6,
-        result.float_bytes / 1e6,
+        *(target, len(result.formats), result.bits_per_weight, result.packed_bytes / 1e6, result.float_bytes / 1e6),
     )
     return replace(result, seconds=time.monotonic() - started)
 
@@ -160,9 +161,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     """The part of `quantize` that all processes of torchrun do together."""
     recipe = job.recipe
     if rank.count > 1 and recipe.method == "autoround":
-        raise ConfigError(
-            "method='autoround' in several processes: it learns on outputs of blocks, which are not exchanged; use one"
-        )
+        raise ConfigError("method='autoround' in several processes: outputs of blocks are not exchanged; use one")
     origin = hub_source(job.source.path)
     partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
     skeleton = _checked_skeleton(job, partial, rank)
@@ -177,25 +176,23 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     settings = run.settings()
     folder = rank.from_first(lambda: RunFolder(partial, settings).open())
     run.allocate(folder)
-    num_to_do = rank.from_first(lambda: _num_to_do(folder, run.walk.num_blocks))
-    for number in track(range(run.walk.num_blocks), "quantizing blocks"):
+    numbers = range(run.walk.num_blocks)
+    # The first blocks must be run, up to the last unfinished one.
+    num_to_do = rank.from_first(lambda: max((n + 1 for n in numbers if not folder.file(n).is_file()), default=0))
+    for number in track(numbers, "quantizing blocks"):
         run.block(number, folder, is_run=number < num_to_do)
     checked = rank.from_first(lambda: _write(job, run, folder, origin))
+    packed_bytes = rank.from_first(lambda: _num_bytes(ModelFolder(job.target)))
     return QuantizedModel(
-        job.target,
-        recipe,
-        run.formats,
-        _num_bytes(job.source),
-        rank.from_first(lambda: _num_bytes(ModelFolder(job.target))),
-        run.bits_per_weight(),
-        run.num_resumed,
-        0.0,
-        checked,
-        run.allocation,
-        run.experts,
-        run.scaled_inputs,
-        origin,
-        drawn.shares,
+        *(job.target, recipe, run.formats, _num_bytes(job.source), packed_bytes, run.bits_per_weight()),
+        num_resumed=run.num_resumed,
+        seconds=0.0,
+        check=checked,
+        allocation=run.allocation,
+        experts=run.experts,
+        scaled_inputs=run.scaled_inputs,
+        source=origin,
+        calibration_windows=drawn.shares,
     )
 
 
@@ -203,9 +200,10 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
     """The model without weights, rotated if the recipe requires it; a model that cannot be quantized is an error."""
     recipe, skeleton = job.recipe, job.skeleton(job.source, rank)
     skeleton.check_unused()
-    architecture = architecture_of(skeleton.model)
-    is_loaded = job.check and not skeleton.transposed and not reads_unpacked(recipe)
-    _check_layers(skeleton, architecture, is_loaded=is_loaded)
+    layers = block_linears(skeleton.model, architecture_of(skeleton.model))
+    need_called_layers(skeleton.model, layers)
+    if job.check and not skeleton.transposed and not reads_unpacked(recipe):  # transformers will load them packed
+        need_loadable_layers(skeleton.model, layers)
     _check_experts(skeleton, recipe)
     # A run that continues has scanned the weights before.
     rank.from_first(lambda: check_weights(skeleton, scan=not has_begun(partial)))
@@ -224,9 +222,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
     text = run.tokens[:1, :128]
     with staging_folder(target) as staging:
         made = staging / target.name
-        write_packed_folder(
-            made, skeleton, run.paths, lambda number: run.finished(number, folder), run.formats, run.ignored()
-        )
+        block_of = functools.partial(run.finished, folder=folder)
+        write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -256,18 +253,15 @@ def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
 def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
     """The calibration tokens; without text, a few arbitrary ones, on which the packed model is checked."""
     calibration, recipe = job.calibration, job.recipe
+    if calibration is None and recipe.needs_text:
+        given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}"
+        raise ConfigError(f"{given} needs calibration text: give some, or method 'rtn' without a scale search")
     if calibration is None:
-        if recipe.needs_text:
-            raise ConfigError(
-                f"method {recipe.method!r} with scale_search={recipe.scale_search!r} needs calibration text: give "
-                "some, or method 'rtn' without a scale search"
-            )
         size = int(folder.config.get("vocab_size", 32))
         return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})
     tokenizer = load_tokenizer(folder.path, trust_remote_code=job.trust_remote_code)
     return draw_windows(
-        calibration.texts,
-        tokenizer,
+        *(calibration.texts, tokenizer),
         num_samples=calibration.num_samples,
         length=calibration.length,
         widest=widest,
@@ -276,36 +270,15 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
     )
 
 
-def _check_layers(skeleton: Skeleton, architecture: Architecture, *, is_loaded: bool) -> None:
-    """Raise for blocks whose layers cannot be packed; `is_loaded`: transformers will load them packed."""
-    names: list[str] = []
-    for number, block in enumerate(blocks_of(skeleton.model, architecture)):
-        names += [f"{architecture.blocks}.{number}.{name}" for name in linears(block)]
-    need_called_layers(skeleton.model, names)
-    if is_loaded:
-        need_loadable_layers(skeleton.model, names)
-
-
 def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
     """Raise for number formats of experts that transformers does not read."""
-    if not experts_in(skeleton.model):
-        return
+    problem = None
     if recipe.method == "nvfp4":
-        raise ConfigError(
-            "method='nvfp4' with a model of experts: transformers does not read the global scales of experts; use "
-            "mxfp4, fp8, or whole numbers"
-        )
-    if not recipe.symmetric and recipe.float_kind is None:
-        raise ConfigError(
-            "symmetric=False with a model of experts: transformers does not read zero points of experts; "
-            "quantize with symmetric=True (--symmetric)"
-        )
-
-
-def _num_to_do(folder: RunFolder, num_blocks: int) -> int:
-    """How many of the first blocks must be run: those up to the last unfinished one."""
-    left = [number for number in range(num_blocks) if not folder.file(number).is_file()]
-    return left[-1] + 1 if left else 0
+        problem = "method='nvfp4'", "the global scales of experts; use mxfp4, fp8, or whole numbers"
+    elif not recipe.symmetric and recipe.float_kind is None:
+        problem = "symmetric=False", "zero points of experts; quantize with symmetric=True (--symmetric)"
+    if problem is not None and experts_in(skeleton.model):
+        raise ConfigError(f"{problem[0]} with a model of experts: transformers does not read {problem[1]}")
 
 
 def _num_bytes(folder: ModelFolder) -> int:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from sparsebit.errors import DeploymentError
-from sparsebit.llm.checkpoint.finished_block import FinishedBlock
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.checkpoint.packed_folder import write_packed_folder
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, write_packed_folder
 from sparsebit.llm.converting.load_check import TOLERANCE, difference_of_transformers
 from sparsebit.llm.layers.float_weight import Weight
 from sparsebit.llm.models.architectures import linears
 from sparsebit.llm.models.hub_classes import transformers_module
 from sparsebit.llm.models.model_folder import ModelFolder
-from sparsebit.llm.models.separate_experts import experts_in, routers
+from sparsebit.llm.models.separate_experts import experts_prefixes, routers
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import alone
 from sparsebit.llm.quantizing.rounding import layer_format, round_weight
@@ -46,8 +45,8 @@ def need_readable(recipe: Recipe, *, has_experts: bool = False) -> None:
         advice = "" if recipe.symmetric or recipe.float_kind else "quantize with symmetric=True (--symmetric), "
         raise DeploymentError(
             f"{_version('transformers')} with {_version('compressed-tensors')} does not read {_words(recipe)}; a tiny "
-            f"model of this format was tried before the run: {reason}. Install versions that read it (pip install "
-            f"{_READS_ALL}), {advice}or write the folder without loading it (--no-check)"
+            f"model of it was tried first: {reason}. Install versions that read it (pip install {_READS_ALL}), {advice}"
+            "or write the folder without loading it (--no-check)"
         )
 
 
@@ -92,9 +91,9 @@ def _write_packed(source: Path, target: Path, recipes: tuple[Recipe, ...]) -> No
     block = skeleton.fill(_BLOCK)
     layers: dict[str, Weight] = {}
     formats: dict[str, LayerFormat] = {}
-    own, experts = itertools.cycle(recipes), tuple(f"{path}." for path in experts_in(block))
+    own, inside = itertools.cycle(recipes), experts_prefixes(block)
     for name, layer in linears(block).items():
-        recipe = recipes[0] if name.startswith(experts) else next(own)  # all experts of a model have one format
+        recipe = recipes[0] if name.startswith(inside) else next(own)  # all experts of a model have one format
         layers[name] = round_weight(layer.weight, None, recipe, name, stored=torch.float16).packed
         formats[f"{_BLOCK}.{name}"] = layer_format(layers[name], recipe)
     ignored = ["lm_head", *routers(skeleton)]
@@ -106,8 +105,7 @@ def _to_nearest(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipe's number formats, rounded to nearest, without text."""
     if recipe.float_kind is not None:
         return (Recipe(recipe.float_kind, scale_search="none"),)
-    size = min(recipe.group_size, _LARGEST_GROUP)
-    every = recipe.candidate_bits or (recipe.bits,)
+    size, every = min(recipe.group_size, _LARGEST_GROUP), recipe.candidate_bits or (recipe.bits,)
     return tuple(Recipe("rtn", bits, size, recipe.symmetric, "none") for bits in every)
 
 

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import replace_text, write_text
-from sparsebit.llm.checkpoint.packed_folder import copy_small_files
+from sparsebit.folders import replace_text
+from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_config
 from sparsebit.llm.models.architectures import architecture_of, linears
 from sparsebit.llm.models.input_scaling import find_fold
-from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.model_folder import ModelFolder, Shards
 from sparsebit.llm.models.separate_experts import experts_in
-from sparsebit.llm.models.shards import Shards
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.numerics.hadamard import is_power_of_two, rotate_blocks
@@ -42,14 +41,13 @@ def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_c
     Experts, norms that subtract a mean, and norms after layers are errors.
     """
     skeleton = Skeleton(source, trust_remote_code=trust_remote_code)
-    width = int(skeleton.model.config.get_text_config().hidden_size)
+    width, problem = int(skeleton.model.config.get_text_config().hidden_size), None
     if not is_power_of_two(size) or width % size:
-        raise ConfigError(
-            f"rotate with group_size={size}: Hadamard blocks need a power of two that divides the {width} channels of "
-            "the hidden states; use 128, 64 or 32"
-        )
-    if experts_in(skeleton.model):
-        raise ConfigError("rotate with a model of experts: what chooses the experts reads the hidden states too")
+        problem = f"a group_size of {size}: allowed: a power of two that divides the {width} channels of hidden states"
+    elif experts_in(skeleton.model):
+        problem = "a model of experts: what chooses the experts reads the hidden states too"
+    if problem is not None:
+        raise ConfigError(f"rotate with {problem}")
     rotation = _Rotation(skeleton, size)
     target.mkdir(parents=True)
     copy_small_files(source.path, target)
@@ -58,8 +56,7 @@ def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_c
         shards.write(rotation.block(number))
     shards.write(rotation.outside())
     shards.finish()
-    config = {**source.config, "tie_word_embeddings": False}
-    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+    write_config(target, {**source.config, "tie_word_embeddings": False})
     return ModelFolder(target)
 
 
@@ -104,29 +101,24 @@ class _Rotation:
         stages = self.walk.stages(block)
         changed = copy.deepcopy(block)
         folds = {stage: find_fold(block, stage, self.walk.run_first) for stage in stages}
-        hidden = self.walk.present("changed", 0)
-        modules = linears(changed)
+        norms: dict[Any, Any] = {stage: changed.get_submodule(one.source) for stage, one in folds.items() if one}
+        norms = {stage: one for stage, one in norms.items() if one.weight.ndim == 1}
+        hidden, modules = self.walk.present("changed", 0), linears(changed)
         for stage, fold in folds.items():
-            norm: Any = None if fold is None else changed.get_submodule(fold.source)
-            for name in stage:
-                layer = modules[name]
-                if norm is not None and norm.weight.ndim == 1:
-                    assert fold is not None
-                    layer.weight.data = rotate_blocks(layer.weight * (norm.weight + fold.offset), self.size)
+            for layer in (modules[name] for name in stage):
+                if stage in norms and fold is not None:
+                    gain = norms[stage].weight + fold.offset
+                    layer.weight.data = rotate_blocks(layer.weight * gain, self.size)
                 elif layer.out_features == hidden.shape[-1]:
                     layer.weight.data = rotate_blocks(layer.weight.T, self.size).T.contiguous()
                     if layer.bias is not None:
                         layer.bias.data = rotate_blocks(layer.bias, self.size)
-        for fold in folds.values():
-            norm = None if fold is None else changed.get_submodule(fold.source)
-            if norm is not None and norm.weight.ndim == 1:
-                assert fold is not None
-                norm.weight.data = torch.ones_like(norm.weight) - fold.offset
+        for stage, norm in norms.items():
+            norm.weight.data = torch.ones_like(norm.weight) - folds[stage].offset  # type: ignore[union-attr]
         self.last = self.walk.run_first(block)
         found = self.walk.run_some(changed, rotate_blocks(hidden, self.size))
         self._prove(found, rotate_blocks(self.last, self.size), path)
-        tensors = {f"{path}.{name}": value for name, value in changed.state_dict().items()}
-        found_tensors = self._as_stored(tensors)
+        found_tensors = self._as_stored({f"{path}.{name}": value for name, value in changed.state_dict().items()})
         self.walk.advance(block, stages)
         self.skeleton.empty(path)
         self.skeleton.folder.close()

@@ -44,10 +44,7 @@ class RoundedLayer:
 def round_weight(
     weight: Tensor, moments: InputMoments | None, recipe: Recipe, name: str, *, stored: torch.dtype
 ) -> RoundedLayer:
-    """`weight (out, in)` on the grid of the recipe; `stored`: the type in which scales are kept.
-
-    `moments`: of the layer's input; None if the recipe needs no text.
-    """
+    """`weight (out, in)` on the recipe's grid; `moments`: of the input, if needed; `stored`: the type of scales."""
     return round_weights({name: weight}, moments, recipe, stored=stored)[name]
 
 
@@ -60,10 +57,7 @@ def round_weights(
     stored: torch.dtype,
     take_moments: bool = False,
 ) -> dict[str, RoundedLayer]:
-    """Layers that read one input, by name, rounded together: rows do not depend on each other.
-
-    `take_moments`: the moments are overwritten, which saves their size.
-    """
+    """Layers that read one input, by name, rounded together as rows; `take_moments`: these are overwritten."""
     if recipe.float_kind is not None:
         return {name: _as_floats(weight, recipe, stored) for name, weight in weights.items()}
     W = torch.cat([weight.detach().float() for weight in weights.values()])[None]
@@ -120,10 +114,8 @@ def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLa
     """Round to floats of 8 or 4 bits."""
     kind = recipe.float_kind
     assert kind is not None
-    W = weight.detach().float()
-    floats, plain = (
-        round_to_floats(weight, kind, search=search, stored=stored) for search in (recipe.scale_search != "none", False)
-    )
+    W, searches = weight.detach().float(), recipe.scale_search != "none"
+    floats, plain = (round_to_floats(weight, kind, search=search, stored=stored) for search in (searches, False))
     errors = [(one.dequantize(torch.float32).to(W) - W).square().sum() / W.square().sum() for one in (floats, plain)]
     return RoundedLayer(floats, *map(float, errors))
 
@@ -161,9 +153,8 @@ def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Gri
 
 
 def smallest_scale(stored: torch.dtype) -> float:
-    """The smallest scale that does not become 0 in the type of the files.
-
-    In float16 that is a subnormal number: its normal ones start at 6e-5, and a layer of smaller weights would be lost.
+    """The smallest scale that does not become 0 in the type of the files; in float16 a subnormal number: its normal
+    ones start at 6e-5, and a layer of smaller weights would be lost.
     """
     info = torch.finfo(stored)
     return max(SMALLEST_SCALE, info.tiny * info.eps)
@@ -189,11 +180,7 @@ def _packed(
     shape = (codes.shape[0], codes.shape[1] // size)
     codes = (codes - grid.spec.qmin).to(torch.uint8)  # a symmetric grid counts from its lowest code
     zeros = None if recipe.symmetric else grid.zero_point.view(shape)
-    scales = grid.scale.view(shape).to(stored)
-    parts = zip(
-        codes.split(num_rows),
-        scales.split(num_rows),
-        [None] * len(num_rows) if zeros is None else zeros.split(num_rows),
-        strict=True,
-    )
+    scales = grid.scale.view(shape).to(stored).split(num_rows)
+    every = [None] * len(num_rows) if zeros is None else zeros.split(num_rows)
+    parts = zip(codes.split(num_rows), scales, every, strict=True)
     return [PackedWeight.from_codes(own, scale.clone(), zero, recipe.bits).to("cpu") for own, scale, zero in parts]

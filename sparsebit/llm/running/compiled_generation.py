@@ -27,8 +27,7 @@ def compiled_settings(model: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def compile_step(model: Any, tokens: Tensor, max_new_tokens: int) -> float:
-    """Generate a few tokens with `compiled_settings`, so that later calls of this size are compiled; returns the
-    seconds.
+    """Generate a few tokens with `compiled_settings`, so that later calls of this size are compiled; in seconds.
 
     The cache has the size for `max_new_tokens`: the compiled step is for that size only.
     """
@@ -40,13 +39,7 @@ def compile_step(model: Any, tokens: Tensor, max_new_tokens: int) -> float:
             return torch.full((len(input_ids),), is_done, device=input_ids.device)
 
     started = time.perf_counter()
-    model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([AfterAFew()]),
-        **compiled_settings(model),
-    )
+    stopping = StoppingCriteriaList([AfterAFew()])
+    how = {"do_sample": False, "pad_token_id": 0, "stopping_criteria": stopping, **compiled_settings(model)}
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, **how)
     return time.perf_counter() - started

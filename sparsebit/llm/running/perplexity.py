@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
+from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.progress import track
 
 
@@ -31,24 +32,20 @@ def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexit
     Each token of a window except the first is predicted from those before it in the window. Logits become
     log-likelihoods in float32, sums are float64.
     """
-    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
-        raise ConfigError(f"windows of shape {tuple(windows.shape)}: give (n, length) tokens, of length 2 or more")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: allowed: 1 or more")
+    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2 or batch_size < 1:
+        raise ConfigError(
+            f"windows of shape {tuple(windows.shape)}, batch_size={batch_size}: allowed: (n, length) tokens, of length "
+            "2 or more; batches of 1 or more"
+        )
     need_embeddings(windows, model)
     need_positions(windows.shape[1], model)
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    total = 0.0
-    try:
+    device, total = next(model.parameters()).device, 0.0
+    with evaluating(model):
         for batch in track(windows.split(batch_size), "perplexity"):
             tokens = batch.to(device)
             logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
             losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
             total += float(losses.double().sum())
-    finally:
-        model.train(was_training)
     return mean_perplexity(total, windows)
 
 

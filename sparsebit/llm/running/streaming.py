@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
-from sparsebit.llm.models.skeleton import Skeleton, restore_buffers, set_tensor
+from sparsebit.llm.models.skeleton import Skeleton, own_tensors, restore_buffers, set_tensor
 from sparsebit.llm.running.loading import checked_skeleton, load_generation_config, read_layer
 
 
@@ -49,12 +49,12 @@ def load_streamed(
     skeleton = checked_skeleton(folder, dtype, device, trust_remote_code=trust_remote_code)
     path = architecture_of(skeleton.model).blocks
     source = packed_source(skeleton)
-    outside = [] if source is None else [name for name in source.formats if not name.startswith(f"{path}.")]
+    outside = [name for name in source.formats if not name.startswith(f"{path}.")]
     if outside:
         raise ConfigError(f"{outside[0]} is packed and in no block: this model cannot be streamed; load it whole")
     skeleton.fill("", without=[path])
     skeleton.model.tie_weights()
-    for _, part in _modules(skeleton, path):
+    for part in skeleton.model.get_submodule(path).modules():
         restore_buffers(skeleton.model, part, skeleton.device)
     load_generation_config(skeleton.model, skeleton.folder.path)
     skeleton.model.requires_grad_(False)
@@ -64,10 +64,9 @@ def load_streamed(
 
 def stream_usage(model: Any) -> StreamUsage:
     """The blocks and bytes read so far for a model of `load_streamed`."""
-    stream = getattr(model, "_sparsebit_stream", None)
-    if stream is None:
+    if not hasattr(model, "_sparsebit_stream"):
         raise ConfigError("the model is not streamed; load it with sparsebit.llm.load_streamed")
-    found: StreamUsage = stream.usage
+    found: StreamUsage = model._sparsebit_stream.usage
     return found
 
 
@@ -93,7 +92,7 @@ class _Block:
 class _Stream:
     """Reads blocks ahead, puts them into the model before they run, and removes them afterwards."""
 
-    def __init__(self, skeleton: Skeleton, source: PackedSource | None, path: str) -> None:
+    def __init__(self, skeleton: Skeleton, source: PackedSource, path: str) -> None:
         self.skeleton, self.source, self.path = skeleton, source, path
         self.blocks = blocks_of(skeleton.model, architecture_of(skeleton.model))
         self.usage = StreamUsage()
@@ -111,14 +110,13 @@ class _Stream:
         """The block without weights: tensors on the meta device, and float layers in the places of packed ones."""
         tensors: dict[str, Tensor] = {}
         layers: dict[str, nn.Module] = {}
-        packed = {} if self.source is None else self.source.formats
-        for name, part in _modules(self.skeleton, f"{self.path}.{number}"):
-            if name in packed:
+        path = f"{self.path}.{number}"
+        for name, part in self.skeleton.model.get_submodule(path).named_modules(prefix=path):
+            if name in self.source.formats:
                 layers[name] = part
-                continue
-            for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-                if tensor.is_meta:
-                    tensors[f"{name}.{own}"] = tensor
+            else:
+                own = own_tensors(part).items()
+                tensors |= {f"{name}.{key}": tensor for key, tensor in own if tensor.is_meta}
         return _Block(tensors, layers, None)
 
     def _enter(self, number: int) -> None:
@@ -164,18 +162,14 @@ class _Stream:
     @torch.no_grad()
     def _read(self, number: int) -> _Block:
         """Runs in the reader's thread, the only one that uses the files."""
-        wanted = self._empty[number]
-        context = torch.cuda.stream(self._copies)  # without effect on a CPU
-        with context:
+        wanted, event = self._empty[number], None
+        with torch.cuda.stream(self._copies):  # without effect on a CPU
             tensors = {name: self._moved(self.skeleton.read(name, tensor)) for name, tensor in wanted.tensors.items()}
             layers: dict[str, nn.Module] = {}
             for name, plain in wanted.layers.items():
-                assert self.source is not None
-                layer = read_layer(self.source, name, plain)
-                for own, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+                layers[name] = layer = read_layer(self.source, name, plain).eval()
+                for own, tensor in own_tensors(layer).items():
                     set_tensor(layer, own, self._moved(tensor))
-                layers[name] = layer.eval()
-            event = None
             if self._copies is not None:
                 event = torch.cuda.Event()
                 event.record(self._copies)
@@ -194,9 +188,3 @@ class _Stream:
         if self._copies is None:
             return tensor.clone()
         return tensor.pin_memory().to(self.skeleton.device, non_blocking=True)
-
-
-def _modules(skeleton: Skeleton, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules at and below a path, by their whole names."""
-    for name, part in skeleton.model.get_submodule(path).named_modules():
-        yield ".".join(filter(None, (path, name))), part

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebit.errors import CalibrationError, ConfigError, import_problem
-
-_INSTALL = "pip install lm_eval"
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.llm.models.hub_classes import package
 
 
 @dataclass(frozen=True)
@@ -49,33 +48,29 @@ def evaluate_tasks(
     questions before each one; default: the task's own number. Tasks load their data from the hub of Hugging Face unless
     their file names local files.
     """
-    harness = _harness()
+    harness = package("lm_eval", "", "measuring tasks")
+    import lm_eval.tasks
+
     given = None if include_path is None else Path(include_path)
-    if given is not None and not given.is_dir():
-        raise ConfigError(f"include_path {given} is not a folder; give a folder of task files (YAML) of lm-eval")
-    manager, names = _meant(tasks, given, harness.tasks.TaskManager)
+    if not tasks or (given is not None and not given.is_dir()):
+        wrong = "no tasks are given" if not tasks else f"include_path {given} is not a folder"
+        raise ConfigError(f"{wrong}; name tasks of lm-eval, such as lambada_openai, or a folder of task files (YAML)")
+    manager, names = _meant(tasks, given, lm_eval.tasks.TaskManager)
     try:
         # Tasks are built here, with their data, so that an error of the data is reported as such.
         built = manager.load(names)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError(
-            f"tasks {', '.join(names)}: cannot be built ({type(error).__name__}: {reason}); tasks of lm-eval fetch "
-            "their data from the hub: connect to it once, or give a folder of tasks with local data as include_path"
+            f"tasks {', '.join(names)}: cannot be built ({reason}); tasks of lm-eval fetch their data from the hub: "
+            "connect to it once, or give a folder of tasks with local data as include_path"
         ) from error
     from lm_eval.models.huggingface import HFLM
 
     # lm-eval computes with this very model: it is not loaded a second time, and its layers stay packed.
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    found = harness.simple_evaluate(
-        model=wrapped,
-        tasks=_outermost(built),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    how: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False, "bootstrap_iters": 1000}
+    found = harness.simple_evaluate(model=wrapped, tasks=_outermost(built), task_manager=manager, **how)
     scores = _scores(found)
     broken = [one.task for one in scores if math.isnan(one.value)]
     if broken or not scores:
@@ -83,19 +78,8 @@ def evaluate_tasks(
     return scores
 
 
-def _harness() -> Any:
-    try:
-        import lm_eval
-        import lm_eval.tasks
-    except Exception:  # a broken package raises anything
-        raise ConfigError(f"tasks need the package 'lm_eval', which {import_problem('lm_eval')} {_INSTALL}") from None
-    return lm_eval
-
-
 def _meant(tasks: Sequence[str], folder: Path | None, make: Any) -> tuple[Any, list[str]]:
     """A manager with the tasks, and the matched names, without repetitions."""
-    if not tasks:
-        raise ConfigError("no tasks are given; name one or more of lm-eval's, such as lambada_openai")
     if folder is not None:
         # lm-eval has thousands of files, which take seconds to read: skip them if the folder has all requested tasks.
         manager = make(include_path=str(folder), include_defaults=False)
@@ -136,19 +120,9 @@ def _scores(found: Mapping[str, Any]) -> list[TaskScore]:
         samples = found.get("n-samples", {}).get(task, {}).get("effective", figures.get("sample_len", 0))
         for key, value in figures.items():
             metric, comma, way = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            error = figures.get(f"{metric}_stderr,{way}")
-            scores.append(
-                TaskScore(
-                    task=task,
-                    metric=metric,
-                    filter=way,
-                    value=float(value),
-                    stderr=float(error) if isinstance(error, (int, float)) else None,
-                    higher_is_better=better.get(metric),
-                    num_samples=int(samples or 0),
-                    num_fewshot=int(found.get("n-shot", {}).get(task) or 0),
-                )
-            )
+            if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                error = figures.get(f"{metric}_stderr,{way}")
+                error = float(error) if isinstance(error, (int, float)) else None
+                counts = int(samples or 0), int(found.get("n-shot", {}).get(task) or 0)
+                scores.append(TaskScore(task, metric, way, float(value), error, better.get(metric), *counts))
     return scores

@@ -98,7 +98,7 @@ def test_more_tokens_than_a_model_has_positions_for(tmp_path: Path) -> None:
 def test_a_chat_template_that_refuses_the_prompt(source: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ raise_exception('a system message is needed') }}")
     told = " ".join(run("generate", source, "-p", "abc", "--chat", code=1).split())
-    assert "refuses the prompt (a system message is needed)" in told
+    assert "refuses the messages (a system message is needed)" in told
 
 
 def test_experts_and_inputs_that_are_not_scaled_are_shown(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.llm import Recipe, recipe_for
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.converting.genai_folder import why_not
-from sparsebit.llm.converting.targets import TARGETS, need_model
-from sparsebit.llm.converting.vllm_rules import vllm_reasons
+from sparsebit.llm.converting.targets import TARGETS, need_model, vllm_reasons
 from sparsebit.llm.gguf.blocks import block_type
 from tests.llm.tiny_models import saved, tiny_model
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
         ({"trainable_token_indices": [3, 4]}, "trainable_tokens_delta, which does not update a weight"),
         ({"target_modules": ["lm_head"]}, "lm_head, whose weight is that of another layer"),
         ({"layer_replication": [[0, 1], [0, 1]]}, r"model\.layers\.1\.self_attn\.q_proj, which the files"),
-        ({"modules_to_save": ["lm_head"]}, "replaces whole layers"),
+        ({"modules_to_save": ["lm_head"]}, "which replaces a whole layer"),
     ],
     ids=["bias-of-the-adapter", "bias", "tokens", "tied", "replicated", "whole-layer"],
 )

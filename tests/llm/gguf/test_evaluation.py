@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
+from sparsebit.errors import CheckpointError, DeploymentError, MissingExtraError
 from sparsebit.llm import convert, load, perplexity, quantize, recipe_for, token_stream, windows
 from sparsebit.llm.gguf.evaluation import _compare, gguf_perplexity
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -46,7 +46,7 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         gguf_perplexity(file, text, 8)
     file.unlink()
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    with pytest.raises(ConfigError, match="pip install xllamacpp"):
+    with pytest.raises(MissingExtraError, match="pip install xllamacpp"):
         gguf_perplexity(gguf_file(tmp_path), text, 8)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.gguf.growth import warn_of_growth
+from sparsebit.llm.gguf.file import warn_of_growth
 from sparsebit.llm.gguf.tensors import GgufTensor
 
 

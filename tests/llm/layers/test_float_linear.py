@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sparsebit.llm import FloatLinear
-from sparsebit.llm.layers import float_linear
-from sparsebit.llm.layers.float_linear import scaled_product
-from sparsebit.llm.layers.float_weight import FloatWeight, round_to_floats
+from sparsebit.llm.layers import float_weight
+from sparsebit.llm.layers.float_weight import FloatWeight, round_to_floats, scaled_product
 
 
 def weight(rows: int = 96, columns: int = 128, kind: str = "fp8") -> FloatWeight:
@@ -18,7 +17,7 @@ def weight(rows: int = 96, columns: int = 128, kind: str = "fp8") -> FloatWeight
 
 
 def exact(x: torch.Tensor, layer: FloatLinear) -> torch.Tensor:
-    rounded = float_linear.round_tokens(x).double()
+    rounded = float_weight.round_tokens(x).double()
     return torch.nn.functional.linear(rounded, layer.packed.dequantize(torch.float64))
 
 
@@ -52,14 +51,14 @@ def test_which_weights_a_gpu_multiplies(given: FloatWeight, expected: str, monke
         given.kind, given.qweight.to("meta"), given.scales.to("meta"), given.divisor and given.divisor.to("meta")
     )
     assert FloatLinear(on_gpu).path == "unpacked"  # not a GPU
-    monkeypatch.setattr(float_linear, "_is_nvidia", lambda device: True)
+    monkeypatch.setattr(float_weight, "_is_nvidia", lambda device: True)
     assert FloatLinear(on_gpu).path == expected
     assert bool(FloatLinear(on_gpu).path_reason) == (expected == "unpacked")
 
 
 def test_a_layer_with_a_scaled_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(float_linear, "_is_nvidia", lambda device: True)
+    monkeypatch.setattr(float_weight, "_is_nvidia", lambda device: True)
     layer, bias = FloatLinear(weight()), torch.randn(96)
     with_bias = FloatLinear(weight(), bias)
     x = torch.randn(3, 128)

@@ -9,11 +9,10 @@ import torch
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.llm import Recipe, convert, kernel_paths, load, quantize, resident_bytes
-from sparsebit.llm.checkpoint import compressed_tensors, float_formats
+from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, FloatKind
-from sparsebit.llm.layers.float_linear import FloatLinear, round_tokens
-from sparsebit.llm.layers.float_weight import FloatWeight, round_to_floats
+from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight, round_to_floats, round_tokens
 from tests.llm.quantizing.test_quantize_folder import contents, logits
 from tests.llm.tiny_models import loaded, saved, tiny_model
 
@@ -66,7 +65,7 @@ class TestRounding:
     def test_the_config_says_it(self, kind: FloatKind) -> None:
         layers = {"a": LayerFormat(8 if kind == "fp8" else 4, {"fp8": 0, "mxfp4": 32, "nvfp4": 16}[kind], True, kind)}
         config = compressed_tensors.make_config(layers, ["head"])
-        assert config["format"] == float_formats.FORMATS[kind]
+        assert config["format"] == compressed_tensors.FORMATS[kind]
         assert compressed_tensors.read_config(config, ["a", "head"]) == layers
 
     def test_a_layer_of_it(self, kind: FloatKind) -> None:
@@ -80,9 +79,9 @@ class TestRounding:
 
 
 def test_other_float_schemes_are_refused() -> None:
-    group = float_formats.scheme("fp8") | {"input_activations": None}
+    group = compressed_tensors._scheme(LayerFormat(8, 0, True, "fp8")) | {"input_activations": None}
     with pytest.raises(CheckpointError, match="layer a: float weights"):
-        float_formats.kind_of(group, "a")
+        compressed_tensors._layer_format(group, "a")
 
 
 def test_tokens_have_their_own_scales() -> None:

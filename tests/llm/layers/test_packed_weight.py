@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm.layers import unpacked_product
-from sparsebit.llm.layers.packed_weight import PackedWeight
+from sparsebit.llm.layers import packed_weight as products
+from sparsebit.llm.layers.packed_weight import PackedWeight, definition, packed_linear
 from sparsebit.llm.layers.quant_linear import QuantLinear, resident_bytes
-from sparsebit.llm.layers.unpacked_product import definition, packed_linear
 
 
 def packed_weight(bits: int = 4, symmetric: bool = False, group_size: int = 32, rows: int = 24) -> PackedWeight:
@@ -39,7 +38,7 @@ def test_the_product_is_that_of_the_values(
     expected = nn.functional.linear(x, packed.dequantize(torch.float32), bias)
     torch.testing.assert_close(packed_linear(x, packed, bias), expected, rtol=1e-4, atol=1e-2)
     torch.testing.assert_close(definition(x, packed, bias), expected, rtol=1e-4, atol=1e-2)
-    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 7 * 96)  # blocks of 7 rows, the last of 3
+    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", 7 * 96)  # blocks of 7 rows, the last of 3
     torch.testing.assert_close(QuantLinear(packed, bias)(x), expected, rtol=1e-4, atol=1e-2)
 
 
@@ -70,7 +69,7 @@ def test_its_description() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 def test_the_gradient_is_that_of_the_values(bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 7 * 96)
+    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", 7 * 96)
     packed, bias, upstream = packed_weight(bits, symmetric), torch.randn(24), torch.randn(2, 20, 24)
     x = torch.randn(2, 20, 96, requires_grad=True)
     expected = nn.functional.linear(x, packed.dequantize(torch.float32), bias)

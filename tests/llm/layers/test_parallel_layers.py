@@ -17,7 +17,7 @@ from sparsebit.llm.layers import cpu_probe
 from sparsebit.llm.layers.cpu_probe import CpuProbe
 from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, INT4PACK, LAYOUTS, Prepared
 from sparsebit.llm.layers.packed_weight import PackedWeight
-from sparsebit.llm.layers.parallel_layers import ParallelGroup, join_parallel_layers, separate_parallel_layers
+from sparsebit.llm.layers.quant_linear import ParallelGroup, join_parallel_layers, separate_parallel_layers
 from tests.llm.tiny_models import tiny_model
 
 WIDTH = 128
@@ -221,7 +221,7 @@ def test_nothing_is_kept_when_all_have_their_outputs(trio: list[QuantLinear]) ->
         for layer in trio:
             layer(x)
     group = trio[0].parallel
-    assert isinstance(group, ParallelGroup) and group.is_joined and group._answer is None
+    assert isinstance(group, ParallelGroup) and group._whole is not None and group._answer is None
 
 
 @pytest.mark.parametrize("change", [lambda model: model.to("cpu"), lambda model: model.half()], ids=["device", "type"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.models.calibration_mix import (
+from sparsebit.llm.models.calibration_text import (
     LEAST_TOKENS,
     MOST_TOKENS,
     default_num_windows,

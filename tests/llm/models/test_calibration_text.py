@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, MissingExtraError
 from sparsebit.llm.models.calibration_text import calibration_tokens, read_documents, token_stream, windows
 
 
@@ -166,7 +166,7 @@ def test_messages_in_other_words(tmp_path: Path, messages: Any, expected: str) -
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
 def test_a_datasets_folder_without_the_package(tmp_path: Path) -> None:
     write(tmp_path / "dataset_info.json", "{}")
-    with pytest.raises(ConfigError, match="pip install datasets"):
+    with pytest.raises(MissingExtraError, match="pip install datasets"):
         list(read_documents(tmp_path))
 
 
@@ -200,7 +200,7 @@ def test_windows_follow_each_other() -> None:
     found = windows(torch.arange(11), 3)
     assert found.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert windows(torch.arange(11), 3, 2).tolist() == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ConfigError, match="3 windows of 3, and 4 are wanted"):
+    with pytest.raises(ConfigError, match="3 windows of 3 tokens, and 4 are wanted"):
         windows(torch.arange(11), 3, 4)
     with pytest.raises(ConfigError, match="allowed: 2 or more"):
         windows(torch.arange(11), 1)

@@ -11,7 +11,7 @@ from torch import nn
 from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.llm import Calibration, QuantLinear, Recipe, load, quantize
 from sparsebit.llm.converting.load_check import relative_difference
-from sparsebit.llm.models.linear_layers import is_linear, need_called_layers, need_loadable_layers
+from sparsebit.llm.models.architectures import is_linear, need_called_layers, need_loadable_layers
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
 
 NEAREST = Recipe("rtn", 8, group_size=32, scale_search="none")

@@ -119,7 +119,7 @@ def check_gguf(file: Path, tokenizer: Any) -> None:
 def test_the_file_is_read(tmp_path: Path) -> None:
     found = read_sentencepiece(write_pieces(tmp_path) / "tokenizer.model")
     assert [(piece.text, piece.score, piece.type) for piece in found.pieces] == pieces()
-    assert found.kind == "bpe" and found.adds_space and not found.changes_text
+    assert found.kind == "bpe" and not found.changes_text
     for number in (3, 40, 1000):
         damaged = tmp_path / "damaged.model"
         damaged.write_bytes((tmp_path / "tokenizer.model").read_bytes()[:-number])

@@ -16,8 +16,7 @@ from sparsebit.llm import Calibration, Recipe, load, quantize
 from sparsebit.llm.models.architectures import architecture_of
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.skeleton import Skeleton
-from sparsebit.llm.quantizing.bit_allocation import BitAllocation, LayerBits, allocate
-from sparsebit.llm.quantizing.bit_costs import BitCosts, bit_costs
+from sparsebit.llm.quantizing.bit_allocation import BitAllocation, BitCosts, LayerBits, allocate, bit_costs
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
 

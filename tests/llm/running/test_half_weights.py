@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparsebit.llm import load, resident_bytes
-from sparsebit.llm.running.half_weights import HalfEmbedding, HalfLinear
+from sparsebit.llm.running.loading import HalfEmbedding, HalfLinear
 from tests.llm.tiny_models import tiny_model
 
 
@@ -41,7 +41,7 @@ def test_the_same_logits_in_less_memory(dtype: torch.dtype, tied: bool, tmp_path
 
 
 def test_a_bias_and_blocks_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsebit.llm.running.half_weights._BLOCK", 64)
+    monkeypatch.setattr("sparsebit.llm.running.loading._BLOCK", 64)
     torch.manual_seed(0)
     plain, half = nn.Linear(32, 21).half(), HalfLinear(32, 21).half()
     half.load_state_dict(plain.state_dict())

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparsebit.cli.main import app
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, MissingExtraError
 from sparsebit.llm import QuantLinear, Recipe, evaluate_tasks, load, quantize
 from tests.llm.tiny_models import saved, tiny_model, with_tokenizer
 
@@ -129,7 +129,7 @@ def test_an_unknown_task_names_the_nearest(packed: Path, task_folder: Path, monk
 
 def test_without_lm_eval_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match="pip install lm_eval"):
+    with pytest.raises(MissingExtraError, match="pip install lm_eval"):
         evaluate_tasks(None, None, ["letters_a"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from sparsebit.errors import ConfigError
 from sparsebit.llm.finetuning.tuning import TooLong
+from sparsebit.llm.models.calibration_text import parsed, rendered
 
 log = logging.getLogger(__name__)
 _ALLOWED = (
@@ -46,18 +46,17 @@ def read_instructions(
     samples: list[Sample] = []
     num_dropped = num_cut = 0
     for where, line in _lines(path):
-        sample = _sample(_parsed(line, where), where, tokenizer, chat_template)
+        sample = _sample(parsed(line, where), where, tokenizer, chat_template)
         if len(sample.tokens) > length:
             if too_long == "error":
                 raise ConfigError(
                     f"{where}: the sample has {len(sample.tokens)} tokens, and a row takes {length}: give a larger "
                     "length, or choose what happens to such samples: too_long 'cut' or 'drop' (--too-long)"
                 )
-            num_cut += too_long == "cut"
             sample = Sample(sample.tokens[:length], sample.is_learned[:length])
-            if too_long == "drop" or not sample.num_learned:
-                num_dropped += 1
-                num_cut -= too_long == "cut"
+            is_dropped = too_long == "drop" or not sample.num_learned
+            num_dropped, num_cut = num_dropped + is_dropped, num_cut + (not is_dropped)
+            if is_dropped:
                 continue
         samples.append(sample)
     if num_cut or num_dropped:
@@ -85,17 +84,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 yield where, text
 
 
-def _parsed(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error}); give one object a line, such as {_ALLOWED}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: a JSON {type(found).__name__}; give an object such as {_ALLOWED}")
-    return found
-
-
-def _sample(row: Mapping[str, Any], where: str, tokenizer: Any, chat_template: bool) -> Sample:
+def _sample(row: Any, where: str, tokenizer: Any, chat_template: bool) -> Sample:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a JSON {type(row).__name__}; give an object such as {_ALLOWED}")
     if "messages" in row:
         return _of_messages(_checked(row["messages"], where), where, tokenizer)
     prompt, response = _pair(row, where)
@@ -114,41 +105,43 @@ def _sample(row: Mapping[str, Any], where: str, tokenizer: Any, chat_template: b
 
 def _pair(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     keys = ("prompt", "response") if "prompt" in row or "response" in row else ("instruction", "output")
+    problem = None
     for key in (*keys, *(["input"] if "input" in row and keys[0] == "instruction" else [])):
         if not isinstance(row.get(key), str):
             what = f"its {key} is a {type(row[key]).__name__}, not a text" if key in row else f"it has no {key}"
-            raise ConfigError(f"{where}: {what} (keys: {', '.join(map(str, row)) or 'none'}); give {_ALLOWED}")
-    prompt, response = row[keys[0]], row[keys[1]]
-    if keys[0] == "instruction" and row.get("input"):
-        prompt = f"{prompt}\n\n{row['input']}"
-    if not response:
-        raise ConfigError(f"{where}: its {keys[1]} is empty; there is nothing to learn")
-    return prompt, response
+            problem = problem or f"{what} (keys: {', '.join(map(str, row)) or 'none'}); give {_ALLOWED}"
+    if problem is None and not row[keys[1]]:
+        problem = f"its {keys[1]} is empty; there is nothing to learn"
+    if problem is not None:
+        raise ConfigError(f"{where}: {problem}")
+    more = f"\n\n{row['input']}" if keys[0] == "instruction" and row.get("input") else ""
+    return row[keys[0]] + more, row[keys[1]]
 
 
 def _checked(messages: Any, where: str) -> list[dict[str, str]]:
+    problem = None
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages are a list of one or more objects with role and content")
-    for number, message in enumerate(messages):
-        good = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not good:
-            raise ConfigError(f"{where}: message {number} is not an object with the texts role and content")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(f"{where}: no message has the role assistant; there is nothing to learn")
-    return messages
+        problem = "messages are a list of one or more objects with role and content"
+    else:
+        for number, one in enumerate(messages):
+            if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
+                problem = problem or f"message {number} is not an object with the texts role and content"
+        if problem is None and not any(message["role"] == "assistant" for message in messages):
+            problem = "no message has the role assistant; there is nothing to learn"
+    if problem is not None:
+        raise ConfigError(f"{where}: {problem}")
+    return list(messages)
 
 
 def _of_messages(messages: list[dict[str, str]], where: str, tokenizer: Any) -> Sample:
     """Text that the template puts before an answer is read; text that it adds with the answer is learned."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"{where}: messages need a chat template, and this tokenizer has none; give prompt, response")
     pieces: list[tuple[list[int], bool]] = []
     done = ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        front = _rendered(tokenizer, messages[:number], where, add_generation_prompt=True)
-        whole = _rendered(tokenizer, messages[: number + 1], where)
+        front = rendered(tokenizer, messages[:number], where, add_generation_prompt=True)
+        whole = rendered(tokenizer, messages[: number + 1], where)
         if not front.startswith(done) or not whole.startswith(front) or whole == front:
             raise ConfigError(
                 f"{where}: the chat template does not write message {number} after the messages before it, so "
@@ -158,13 +151,6 @@ def _of_messages(messages: list[dict[str, str]], where: str, tokenizer: Any) -> 
         pieces.append((_tokens(tokenizer, whole[len(front) :], special=False), True))
         done = whole
     return _learned(pieces, where)
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str, **how: Any) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
-    except Exception as error:  # templates raise any kind of exception, for example if roles do not take turns
-        raise ConfigError(f"{where}: the chat template refuses the messages ({error})") from error
 
 
 def _tokens(tokenizer: Any, text: str, *, special: bool) -> list[int]:

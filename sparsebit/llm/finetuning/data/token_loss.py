@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparsebit.llm.finetuning.data.sample_packing import IGNORED, Batch
+from sparsebit.llm.models.hub_classes import evaluating
 
 log = logging.getLogger(__name__)
 # Logits at once: 64 MiB in float32.
@@ -31,16 +32,10 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
 
 def summed_loss_in_blocks(model: Any, batch: Batch) -> Tensor:
     """The same from the hidden states before a linear output layer, with few logits in memory."""
-    decoder, head = model.base_model, model.get_output_embeddings()
-    hidden = forward(decoder, batch).last_hidden_state
-    return loss_of_hidden(hidden, head, batch.targets)
-
-
-def loss_of_hidden(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """The summed loss of `targets (rows, length)`, from the input of the output layer, `(rows, length, channels)`."""
-    is_target = targets != IGNORED
-    rows = hidden[is_target]
-    found: Tensor = _BlockLoss.apply(rows, head.weight, head.bias, targets[is_target])  # type: ignore[no-untyped-call]
+    head, hidden = model.get_output_embeddings(), forward(model.base_model, batch).last_hidden_state
+    is_target = batch.targets != IGNORED
+    rows, targets = hidden[is_target], batch.targets[is_target]
+    found: Tensor = _BlockLoss.apply(rows, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -60,20 +55,13 @@ def choose_loss(model: Any, batch: Batch) -> LossOfBatch:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.weight.requires_grad or model.base_model is model:
         return summed_loss
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         ours, theirs = summed_loss_in_blocks(model, batch), summed_loss(model, batch)
-    finally:
-        model.train(was_training)
-    is_same = bool((ours - theirs).abs() <= _tolerance(head.weight.dtype) * theirs.abs().clamp(min=1e-6))
+    tolerance = 1e-4 if head.weight.dtype == torch.float32 else 5e-3
+    is_same = bool((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1e-6))
     if not is_same:
         log.info("%s changes its logits after the output layer: the loss takes them whole", type(model).__name__)
     return summed_loss_in_blocks if is_same else summed_loss
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype == torch.float32 else 5e-3
 
 
 class _BlockLoss(torch.autograd.Function):

@@ -18,9 +18,14 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.finetuning.data.instructions import Sample
 from sparsebit.llm.finetuning.data.sample_packing import Batch, make_batch
 from sparsebit.llm.finetuning.layers.packed_lora import blocks_path
-from sparsebit.llm.finetuning.optimizers import OPTIMIZERS
-from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, save_state
-from sparsebit.llm.finetuning.training_loop import TrainingLoop, clip_over_processes
+from sparsebit.llm.finetuning.training_loop import (
+    OPTIMIZERS,
+    TrainingLoop,
+    TrainingState,
+    clip_over_processes,
+    newest_state,
+    save_state,
+)
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.layers.quant_linear import QuantLinear
 from sparsebit.llm.process_group import Rank
@@ -63,17 +68,16 @@ class ShardedTraining(TrainingLoop):
 
     def resume(self, folder: Path) -> int:
         """Load the newest state, which has the form of a training without shards."""
-        state = self.rank.from_first(lambda: newest_state(folder, self.optimizer))
-        if state is None:
+        parameters, found = self.parameters, self.rank.from_first(lambda: newest_state(folder, self.optimizer))
+        if found is None:
             return 0
-        parameters = self.parameters
-        values = {name: _shard(value, parameters.get(name)) for name, value in state.parameters.items()}
+        values = {name: _shard(value, parameters.get(name)) for name, value in found.parameters.items()}
         entries = {
-            index: {key: _shard(value, one) for key, value in state.optimizer["state"].get(index, {}).items()}
+            index: {key: _shard(value, one) for key, value in found.optimizer["state"].get(index, {}).items()}
             for index, one in enumerate(parameters.values())
         }
-        optimizer = {**state.optimizer, "state": entries}
-        return self.continue_from(replace(state, parameters=values, optimizer=optimizer))
+        optimizer = {**found.optimizer, "state": entries}
+        return self.continue_from(replace(found, parameters=values, optimizer=optimizer))
 
     def keep(self, folder: Path, step: int) -> None:
         state = self.state(step)  # all processes take part in it
@@ -82,9 +86,7 @@ class ShardedTraining(TrainingLoop):
 
     def state(self, step: int) -> TrainingState:
         optimizer = self.optimizer.state_dict()
-        entries = {
-            index: {key: _whole(value) for key, value in own.items()} for index, own in optimizer["state"].items()
-        }
+        entries = {index: {key: _whole(one) for key, one in own.items()} for index, own in optimizer["state"].items()}
         values = {name: _whole(one.detach()) for name, one in self.parameters.items()}
         return TrainingState(step, tuple(self.losses), values, {**optimizer, "state": entries})
 
@@ -101,12 +103,13 @@ def shard_blocks(model: Any, rank: Rank) -> None:
     blocks: Any = model.get_submodule(blocks_path(model))
     for block in blocks:
         block.to(rank.device)  # here packed layers choose their kernel
-        for part in block.modules():
-            _freeze_buffers(part)
+        for part in [part for part in block.modules() if isinstance(part, QuantLinear)]:
+            for name, tensor in list(part.named_buffers(recurse=False)):  # read under the same names afterwards
+                delattr(part, name)
+                part.register_parameter(name, nn.Parameter(tensor.contiguous(), requires_grad=False))
         fully_shard(block, mesh=mesh)
     model.to(rank.device)
-    # The decoder has no parameters of its own to shard; sharding it lets blocks be gathered while the previous one
-    # runs.
+    # Sharding the decoder, which has no parameters of its own, lets blocks be gathered while the previous one runs.
     inner = {id(one) for block in blocks for one in block.parameters()}
     outer = {one for one in model.parameters() if id(one) not in inner}
     fully_shard(model.base_model, mesh=mesh, ignored_params=outer)
@@ -114,15 +117,6 @@ def shard_blocks(model: Any, rank: Rank) -> None:
         if isinstance(part, FSDPModule):  # sums, as in one process, and not means
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _freeze_buffers(part: nn.Module) -> None:
-    """Make the tensors of a packed layer parameters; they are read under the same names."""
-    if not isinstance(part, QuantLinear):
-        return
-    for name, tensor in list(part.named_buffers(recurse=False)):
-        delattr(part, name)
-        part.register_parameter(name, nn.Parameter(tensor.contiguous(), requires_grad=False))
 
 
 def local(tensor: Any) -> Tensor:

@@ -46,10 +46,8 @@ def adapted_product(layer: QuantLinear, x: Tensor, down: Tensor, up: Tensor, sca
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Keeps x, the channels between `down` and `up`, both of these in the type of x, and the layer, still packed.
-
-    Under gradient checkpointing it also keeps the unpacked weight: only one block at a time has these, from the time
-    when its forward is recomputed to its backward, which then need not unpack it again.
+    """Keeps x, the channels between `down` and `up`, both in the type of x, and the layer, still packed. Under gradient
+    checkpointing also the unpacked weight: one block at a time has it, from its second forward to its backward.
     """
 
     @staticmethod
@@ -59,7 +57,10 @@ class _AdaptedProduct(torch.autograd.Function):
         weight = layer.dense_weight(x.dtype) if _keeps_weight() else None
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         y = layer.exact_product(x) if weight is None else F.linear(x, weight, bias)
-        y = _add_product(y, inner, scaled_up.t())
+        # In the memory of `y`, unless selective checkpointing may have kept that.
+        rows, is_watched = _rows(y), not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+        add = rows.addmm if is_watched else rows.addmm_
+        y = add(inner, scaled_up.t()).view(y.shape)
         ctx.save_for_backward(x, inner, down, scaled_up, weight)
         ctx.layer, ctx.scaling, ctx.dtype = layer, scaling, up.dtype
         return y
@@ -92,13 +93,6 @@ def _keeps_weight() -> bool:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`y + left @ right` of rows, in the memory of `y`; selective checkpointing may have kept that, so not there."""
-    rows = y.view(-1, y.shape[-1])
-    is_watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
-    return torch.addmm(rows, left, right).view(y.shape) if is_watched else rows.addmm_(left, right).view(y.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

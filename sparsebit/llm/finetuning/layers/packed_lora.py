@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
+from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm.finetuning.layers.adapted_product import adapted_product, trains
-from sparsebit.llm.layers.float_linear import FloatLinear
-from sparsebit.llm.layers.parallel_layers import separate_parallel_layers
-from sparsebit.llm.layers.quant_linear import QuantLinear
+from sparsebit.llm.layers.float_weight import FloatLinear
+from sparsebit.llm.layers.quant_linear import QuantLinear, separate_parallel_layers
 from sparsebit.llm.models.architectures import ARCHITECTURES
 from sparsebit.llm.models.file_checksums import check_files
+from sparsebit.llm.models.hub_classes import package
 from sparsebit.tensor_files import load_tensors
 
 log = logging.getLogger(__name__)
@@ -74,19 +74,15 @@ def add_adapter(
 
 
 def _check_left_out(wrapped: Any, names: Sequence[str], targets: Sequence[str], config: Any) -> None:
-    """Report layers without an adapter: peft mistakes the names of experts for stacked tensors; here they are
-    layers.
-    """
+    """Report layers without an adapter: peft mistakes the names of experts for stacked tensors."""
     found = {name for name, part in wrapped.get_base_model().named_modules() if hasattr(part, "lora_A")}
     left = [name for name in names if name not in found]
     if not left:
         return
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in left}))
     if targets:
-        raise ConfigError(
-            f"targets={', '.join(targets)}: peft has no adapter for {kinds} of {wrapped.config.model_type!r} models, "
-            "since it takes them for experts; leave them out"
-        )
+        why = f"peft has no adapter for {kinds} of {wrapped.config.model_type!r} models"
+        raise ConfigError(f"targets={', '.join(targets)}: {why}, since it takes them for experts; leave them out")
     log.warning("%d layers get no adapter (%s): peft takes them for experts", len(left), kinds)
     config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}  # which peft has put in
 
@@ -109,21 +105,26 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     """
     peft = peft_module()
     path = Path(folder)
-    if not (path / "adapter_config.json").is_file():
-        raise CheckpointError(f"{path} has no adapter_config.json; give the folder of an adapter")
+    settings, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
+    problem, tensors = None, dict[str, Tensor]()
     try:
-        config = peft.PeftConfig.from_pretrained(str(path))
+        config: Any = peft.PeftConfig.from_pretrained(str(path)) if settings.is_file() else None
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{path / 'adapter_config.json'} cannot be read ({error!r})") from error
-    if not isinstance(config, peft.LoraConfig):
-        raise CheckpointError(f"{path} is an adapter of type {config.peft_type}; allowed: LORA")
-    if not (path / "adapter_model.safetensors").is_file():
-        raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
-    check_files(path)
-    tensors = load_tensors(path / "adapter_model.safetensors")[0]
-    damaged = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if damaged:
-        raise CheckpointError(f"{path}: {damaged[0]} has NaN or infinite values; train the adapter again")
+        raise CheckpointError(f"{settings} cannot be read ({error!r})") from error
+    if config is None:
+        problem = f"has no {settings.name}; give the folder of an adapter"
+    elif not isinstance(config, peft.LoraConfig):
+        problem = f"is an adapter of type {config.peft_type}; allowed: LORA"
+    elif not weights.is_file():
+        problem = f"has no {weights.name}; adapters are read from safetensors only"
+    else:
+        check_files(path)
+        tensors = load_tensors(weights)[0]
+        damaged = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if damaged:
+            problem = f"has NaN or infinite values in {damaged[0]}; train the adapter again"
+    if problem is not None:
+        raise CheckpointError(f"{path} {problem}")
     _check_start(config, model, path)
     config._register_custom_module({QuantLinear: lora_class()})
     if is_trainable:
@@ -149,10 +150,8 @@ def _check_names(wrapped: Any, given: Set[str], path: Path) -> None:
 
 
 def _check_start(config: Any, model: Any, path: Path) -> None:
-    """Raise for an adapter whose initial values were taken out of the float weight below it: packed weights still have
-    them.
-
-    Initial values of other adapters do not matter, since the file overwrites them.
+    """Raise for an adapter whose initial values were taken out of the float weight: packed weights still have them.
+    Those of others do not matter, since the file overwrites them.
     """
     start = config.init_lora_weights
     if not isinstance(start, str) or not any(isinstance(part, QuantLinear) for part in model.modules()):
@@ -160,32 +159,31 @@ def _check_start(config: Any, model: Any, path: Path) -> None:
     if start.lower() not in _STARTS_APART:
         raise CheckpointError(
             f"{path} has init_lora_weights={start!r}, which changed the weights below the adapter; packed weights are "
-            "those from before. Convert it to plain LoRA: peft's save_pretrained with "
-            "path_initial_model_for_weight_conversion"
+            "those from before. Convert it to plain LoRA: peft's path_initial_model_for_weight_conversion"
         )
     config.init_lora_weights = True
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
     """The linear layers of the blocks, packed or float, whose names end in one of `targets`; all, without any."""
-    rounded = [name for name, part in model.named_modules() if isinstance(part, FloatLinear)]
-    if rounded:
-        kind = model.get_submodule(rounded[0]).kind
+    kinds = {name: part.kind for name, part in model.named_modules() if isinstance(part, FloatLinear)}
+    if kinds:
+        name, kind = next(iter(kinds.items()))
         raise ConfigError(
-            f"{rounded[0]} and {len(rounded) - 1} other layers have {kind} weights: adapters are trained on weights of "
-            "2, 3, 4 or 8 bits in whole numbers (rtn, gptq, awq), or on a float model"
+            f"{name} and {len(kinds) - 1} other layers have {kind} weights: adapters are trained on whole numbers of "
+            "2, 3, 4 or 8 bits (rtn, gptq, awq), or on a float model"
         )
-    blocks = blocks_path(model)
-    every = [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, (QuantLinear, nn.Linear)) and name.startswith(f"{blocks}.")
-    ]
+    inside = f"{blocks_path(model)}."
+    every = [name for name, part in model.named_modules() if _is_linear(part) and name.startswith(inside)]
     found = [name for name in every if not targets or any(f".{name}".endswith(f".{target}") for target in targets)]
     if not found:
-        known = sorted({name.rsplit(".", 1)[-1] for name in every})
-        raise ConfigError(f"targets={', '.join(targets)}: no layer is called so; there are {', '.join(known)}")
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every}))
+        raise ConfigError(f"targets={', '.join(targets)}: no layer is called so; there are {known}")
     return found
+
+
+def _is_linear(part: nn.Module) -> bool:
+    return isinstance(part, (QuantLinear, nn.Linear))
 
 
 def blocks_path(model: Any) -> str:
@@ -194,7 +192,7 @@ def blocks_path(model: Any) -> str:
     if row is not None:
         return row.blocks
     counts = {
-        name: sum(isinstance(one, (QuantLinear, nn.Linear)) for one in part.modules())
+        name: sum(map(_is_linear, part.modules()))
         for name, part in model.named_modules()
         if isinstance(part, nn.ModuleList) and len({type(one) for one in part}) == 1
     }
@@ -207,11 +205,7 @@ def blocks_path(model: Any) -> str:
 
 def peft_module() -> Any:
     """The package peft."""
-    try:
-        import peft
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("peft", "llm", "fine-tuning with adapters") from None
-    return peft
+    return package("peft", "llm", "fine-tuning with adapters")
 
 
 def _short_names(model: Any, names: Sequence[str]) -> list[str]:
@@ -237,13 +231,7 @@ def lora_class() -> Any:
         """`base_layer(x) + B(A(x)) * scaling`. A and B are float32, and compute in the type of x."""
 
         def __init__(
-            self,
-            base_layer: nn.Module,
-            adapter_name: str,
-            config: Any,
-            r: int = 0,
-            lora_alpha: int = 1,
-            **_: Any,
+            self, base_layer: nn.Module, adapter_name: str, config: Any, r: int = 0, lora_alpha: int = 1, **_: Any
         ) -> None:
             super().__init__()
             LoraLayer.__init__(self, base_layer)
@@ -287,8 +275,7 @@ def lora_class() -> Any:
             return None
 
         def get_delta_weight(self, adapter: str) -> Tensor:
-            up: Any = self.lora_B[adapter]
-            down: Any = self.lora_A[adapter]
+            down, up, _ = self._parts(adapter)
             delta: Tensor = up.weight @ down.weight * self.scaling[adapter]
             return delta
 

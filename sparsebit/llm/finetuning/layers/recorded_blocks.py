@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,12 @@ def may_draw(model: nn.Module) -> bool:
 
 def _has_rate(settings: Mapping[Any, Any]) -> bool:
     """Whether a setting with the name of something random is above 0."""
-    for name, value in settings.items():
-        is_random = any(word in str(name) for word in ("drop", "jitter", "noise"))
-        if isinstance(value, Mapping) and _has_rate(value):
-            return True
-        if is_random and isinstance(value, (int, float)) and value > 0:
-            return True
-    return False
+    return any(
+        _has_rate(value)
+        if isinstance(value, Mapping)
+        else isinstance(value, (int, float)) and value > 0 and re.search("drop|jitter|noise", str(name)) is not None
+        for name, value in settings.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,8 @@ class _Call:
     @property
     def form(self) -> Hashable:
         """Equal for two calls that may share tensors."""
-        return (
-            tuple((one.shape, one.dtype, one.requires_grad) for one in self.tensors),
-            self.rest,
-            self.is_tensor,
-            str(self.spec),
-        )
+        shapes = tuple((one.shape, one.dtype, one.requires_grad) for one in self.tensors)
+        return shapes, self.rest, self.is_tensor, str(self.spec)
 
     def answer(self, tensors: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Any:
         """The block's output with these tensors and parameters instead of its own."""
@@ -106,10 +102,8 @@ class _Unchecked(nn.Module):
 
 
 class BlockRecorder:
-    """Replaces `torch.utils.checkpoint.checkpoint` in the blocks of one model.
-
-    A block is recorded when it is called with a form of inputs for the first time. Blocks that cannot be recorded, such
-    as experts whose shapes depend on values, are computed as without this class.
+    """Replaces `torch.utils.checkpoint.checkpoint` in the blocks of one model. A block is recorded at its first call
+    with a form of inputs, and computed as before if that fails, as with experts whose shapes depend on values.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
@@ -129,12 +123,10 @@ class BlockRecorder:
         if call is None:
             return checkpoint(function, *args)
         key = id(call.block), call.form
-        recording = self._recordings.get(key)
+        recording = self._recordings.get(key) or self._recorded(call)
         if recording is None:
-            recording = self._recorded(call)
-            if recording is None:
-                return checkpoint(function, *args)
-            self._recordings[key] = recording
+            return checkpoint(function, *args)
+        self._recordings[key] = recording
         self.num_replays += 1
         return _Replayed.apply(recording, call.tensors[1:], call.tensors[0], *recording.parameters)  # type: ignore[no-untyped-call]
 
@@ -210,8 +202,7 @@ class _Computation:
     def _run(self) -> tuple[list[Tensor], Tensor]:
         """The tensors whose gradients are computed, and the output."""
         hidden = self.inputs[0].detach().requires_grad_(self.needs_hidden)
-        # Not the parameters themselves, but tensors in the same memory: autograd may know those from another stream's
-        # step.
+        # Not the parameters themselves, but tensors in the same memory: autograd may know those from another stream.
         own = {name: one.detach().requires_grad_() for name, one in self.named.items()}
         with torch.enable_grad():
             output = self.call.answer([hidden, *self.inputs[1:]], own)
@@ -234,8 +225,13 @@ class _Recording:
             expected = block.output()
             of_expected = torch.randn(expected.shape, device=expected.device).to(expected.dtype)
             expected_gradients = block.gradients(of_expected)
-        self.buffers = own = buffers or _buffers_for(block, expected)
-        if own.of_parameters.numel() != sum(one.numel() for one in self.parameters):
+        count, dtype = sum(one.numel() for one in self.parameters), self.parameters[0].dtype
+        self.buffers = own = buffers or _Buffers(
+            *(inputs, torch.empty_like(expected), torch.empty_like(expected)),
+            torch.empty_like(inputs[0]) if block.needs_hidden else None,
+            torch.empty(count, dtype=dtype, device=inputs[0].device),
+        )
+        if own.of_parameters.numel() != count:
             raise _NotRecorded("another block has other trained parameters")
 
         def write_output() -> None:
@@ -280,17 +276,6 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.recording.backward(ctx.saved_tensors, of_output)
-
-
-def _buffers_for(block: _Computation, output: Tensor) -> _Buffers:
-    hidden, parameters = block.inputs[0], list(block.named.values())
-    return _Buffers(
-        tuple(block.inputs),
-        torch.empty_like(output),
-        torch.empty_like(output),
-        torch.empty_like(hidden) if block.needs_hidden else None,
-        torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device=hidden.device),
-    )
 
 
 @contextmanager

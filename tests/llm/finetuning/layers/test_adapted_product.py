@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sparsebit.llm.finetuning.layers.adapted_product import adapted_product
-from sparsebit.llm.layers import unpacked_product
+from sparsebit.llm.layers import packed_weight
 from sparsebit.llm.layers.kernel_layouts import FRAGMENTS
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.layers.quant_linear import QuantLinear
@@ -136,7 +136,7 @@ def gradients_of(one: Any, x: Tensor, y: Tensor, *, autocast: bool = False) -> l
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one step", "separate"])
 def test_a_backward_under_autocast_is_that_without(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 10 * 64)  # of several blocks, which are added up
+    monkeypatch.setattr(packed_weight, "_BLOCK_ELEMENTS", 10 * 64)  # of several blocks, which are added up
     one, x = adapted(dropout).eval(), tensors()["x"]
     plain, cast = gradients_of(one, x, one(x)), gradients_of(one, x, one(x), autocast=True)
     far = 1e-6 if not dropout else 1e-2  # torch's own operators are cast

@@ -12,7 +12,7 @@ import torch
 
 from sparsebit.errors import CheckpointError
 from sparsebit.llm import Recipe, load, quantize
-from sparsebit.llm.checkpoint import weights_check
+from sparsebit.llm.models import skeleton
 from sparsebit.llm.quantizing.block_rounding import BlockRounding
 from sparsebit.tensor_files import load_tensors, save_tensors
 from tests.llm.tiny_models import saved, tiny_model
@@ -61,7 +61,7 @@ def test_damage_is_found_before_the_first_block(
     folder = saved(tiny_model(), tmp_path / "model")
     damage(folder)
     monkeypatch.setattr(BlockRounding, "round", _not_reached)
-    monkeypatch.setattr(weights_check, "_CHUNK", 256)  # several parts of one tensor
+    monkeypatch.setattr(skeleton, "_CHUNK", 256)  # several parts of one tensor
     with pytest.raises(CheckpointError, match=message):
         quantize(folder, tmp_path / "packed", NEAREST, check=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -84,7 +84,7 @@ def test_weights_of_zeros_are_told(
     """As a download that stopped leaves them: the file has its size, and what did not arrive is zero."""
     folder = saved(tiny_model(), tmp_path / "model")
     change(LAST, lambda tensors: tensors[LAST].zero_())(folder)
-    monkeypatch.setattr(weights_check, "_CHUNK", chunk)
+    monkeypatch.setattr(skeleton, "_CHUNK", chunk)
     quantize(folder, tmp_path / "packed", NEAREST, check=False)
     (told,) = [record.getMessage() for record in caplog.records if "zero" in record.getMessage()]
     assert f"1 weights are all zero ({LAST})" in told
@@ -93,7 +93,7 @@ def test_weights_of_zeros_are_told(
 def test_large_finite_values_pass(tmp_path: Path) -> None:
     folder = saved(tiny_model(), tmp_path / "model", dtype=torch.float32)
     change(LAST, lambda tensors: tensors[LAST][:8].fill_(3e38))(folder)  # their sum is infinite
-    weights_check._need_finite(weights_check.ModelFolder(folder), LAST)
+    skeleton._need_finite(skeleton.ModelFolder(folder), LAST)
 
 
 @pytest.mark.parametrize("num_layers", [2, 4], ids=["fewer", "more"])
