@@ -166,11 +166,9 @@ class _Explorer:
 
     def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
         """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
-        form = self.root_form if is_root and self.root_form is not None else None
-        if form is None and self.observed is not None:
-            form = self.observed.forms.get(id(module))
-            if form is None:
-                return None
+        form = self.root_form if is_root else None
+        if form is None and self.observed is not None and (form := self.observed.forms.get(id(module))) is None:
+            return None
         if form is not None:
             return {name: value for name, value in form.items() if value != VARYING}
         defaults = {}
@@ -209,19 +207,15 @@ def _modules_read(region: Region) -> set[int]:
 
 def _mark_shared(captured: Captured) -> None:
     """Store in each graph which of its leaves other code calls too: `meta["shared"]`, by target."""
-    leaves = {
-        path: {target: id(region.graph_module.get_submodule(target)) for target in _called(region.graph_module)}
-        for path, region in captured.regions.items()
-    }
-    holders = Counter(leaf for targets in leaves.values() for leaf in set(targets.values()))
-    holders.update({id(loose.module) for loose in captured.loose.values()})
-    for path, targets in leaves.items():
-        shared = frozenset(target for target, leaf in targets.items() if holders[leaf] > 1)
-        captured.regions[path].graph_module.meta["shared"] = shared
-
-
-def _called(graph_module: fx.GraphModule) -> set[str]:
-    return {str(node.target) for node in graph_module.graph.find_nodes(op="call_module")}
+    holders = Counter({id(loose.module) for loose in captured.loose.values()})
+    leaves: list[tuple[CapturedGraph, dict[str, int]]] = []
+    for region in captured.regions.values():
+        root = region.graph_module
+        called = {str(node.target) for node in root.graph.find_nodes(op="call_module")}
+        leaves.append((root, {target: id(root.get_submodule(target)) for target in called}))
+        holders.update(set(leaves[-1][1].values()))
+    for root, targets in leaves:
+        root.meta["shared"] = frozenset(target for target, leaf in targets.items() if holders[leaf] > 1)
 
 
 def _check_names(module: nn.Module, path: str) -> None:

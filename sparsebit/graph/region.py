@@ -66,11 +66,10 @@ class Region(StandIn):
             return None
         bound.apply_defaults()
         given = flattened(bound)
-        if given.keys() != {*self.inputs, *self.constants} or any(is_constant(given[name]) for name in self.inputs):
-            return None
-        if not all(same_constant(given[name], constant) for name, constant in self.constants.items()):
-            return None
-        return {name: given[name] for name in self.inputs}
+        is_known = given.keys() == {*self.inputs, *self.constants}
+        is_known = is_known and not any(is_constant(given[name]) for name in self.inputs)
+        is_known = is_known and all(same_constant(given[name], value) for name, value in self.constants.items())
+        return {name: given[name] for name in self.inputs} if is_known else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
@@ -90,7 +89,7 @@ class Region(StandIn):
         # A quantizer saves its input for the backward even where the float layer does not, and this code may overwrite
         # it.
         is_risky = torch.is_grad_enabled() and not is_symbolic([]) and module_may_write(self.source)
-        with saved_tensors_hooks(_own_copy, _as_is) if is_risky else contextlib.nullcontext():
+        with saved_tensors_hooks(_own_copy, lambda saved: saved) if is_risky else contextlib.nullcontext():
             return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
@@ -143,7 +142,8 @@ class Region(StandIn):
             randomness.restore()
 
         try:
-            if torch.is_grad_enabled() and self._writes_inputs():
+            written = written_later(self.graph_module) if torch.is_grad_enabled() else ()
+            if any(node.op == "placeholder" for node in written):
                 # The values of an input can be restored, but not its history: the guards are evaluated on copies.
                 self.graph_module(**cloned(((), inputs))[1])
                 restore()
@@ -160,9 +160,6 @@ class Region(StandIn):
                 if len(self.known_forms) >= _KNOWN_FORMS:
                     self.known_forms.clear()
                 self.known_forms[form] = reason
-
-    def _writes_inputs(self) -> bool:
-        return any(node.op == "placeholder" for node in written_later(self.graph_module))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""
@@ -196,35 +193,28 @@ def _own_copy(saved: Tensor) -> Tensor:
     return saved if is_parameter else saved.clone()
 
 
-def _as_is(saved: Tensor) -> Tensor:
-    return saved
-
-
 class ContainerRegion(Region):
     """A region that replaces an `nn.Sequential` or another module that is indexed, counted or iterated over."""
 
+    source: Any
+
     def __len__(self) -> int:
-        return len(self._container)
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._container)
+        return iter(self.source)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._container[key]
+        return self.source[key]
 
     def __contains__(self, item: object) -> bool:
-        return item in self._container
-
-    @property
-    def _container(self) -> Any:
-        return self.source
+        return item in self.source
 
 
 # What a region has itself: a source with such an attribute is not captured below an opaque module.
 NAMES_OF_A_REGION = (
     "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
-    "known_forms", "is_overruled", "frozen_values", "note_frozen_values",
-    "follow_frozen_values",
+    "known_forms", "is_overruled", "frozen_values", "note_frozen_values", "follow_frozen_values",
 )  # fmt: skip
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
-from sparsebit.graph.state.state import states_of
+from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
@@ -62,10 +61,9 @@ class Notes:
 
     def outcome(self, output: Any) -> Outcome:
         written = frozenset(i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.before[i])
-        changed = {
-            name: buffer.detach().clone() for name, buffer in self.buffers().items() if self._wrote(name, buffer)
-        }
-        return Outcome(output, tuple(self.tensors), written, changed)
+        changed = {name: buffer for name, buffer in self.buffers().items() if self._wrote(name, buffer)}
+        copies = {name: buffer.detach().clone() for name, buffer in changed.items()}
+        return Outcome(output, tuple(self.tensors), written, copies)
 
     def _wrote(self, name: str, buffer: Tensor) -> bool:
         was = self.held.get(name)
@@ -190,14 +188,9 @@ def state_kept(*roots: nn.Module) -> Iterator[None]:
 
 def tensor_at(module: nn.Module, path: str) -> Tensor | None:
     """The parameter or buffer of that name, in a model whose modules may be wrapped."""
-    found = _at(module, path)
+    root: Any = module
+    found = functools.reduce(lambda part, name: getattr(part, name, None), path.split("."), root)
     return found if isinstance(found, Tensor) else None
-
-
-def _at(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
 
 
 def _version(tensor: Tensor) -> Any:
@@ -220,9 +213,8 @@ class _Values:
         self.values = values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Values) and bool(
-            torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
-        )
+        assert isinstance(other, _Values)
+        return torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -235,16 +227,13 @@ class Randomness:
 
     @classmethod
     def now(cls) -> Randomness:
-        numpy = sys.modules.get("numpy")
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        return cls((torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, cuda))
+        return cls((torch.get_rng_state(), PythonRandomness(), cuda))
 
     def restore(self) -> None:
-        own, python, numpy_state, cuda = self.states
+        own, python, cuda = self.states
         torch.set_rng_state(own)
-        random.setstate(python)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        python.restore()
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -51,14 +51,11 @@ def is_part_of_input(node: fx.Node) -> bool:
     if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
         return False
     source, key = node.args[0], node.args[1]
-    example = value_of(source)
-    if isinstance(example, torch.Tensor) or (example is UNKNOWN and not _is_key(node.target, key)):
+    example: Any = value_of(source)
+    is_key = isinstance(key, (str, int)) if node.target is operator.getitem else not hasattr(torch.Tensor, str(key))
+    if isinstance(example, torch.Tensor) or (example is UNKNOWN and not is_key):
         return False
     return source.op == "placeholder" or is_part_of_input(source)
-
-
-def _is_key(target: Any, key: Any) -> bool:
-    return isinstance(key, (str, int)) if target is operator.getitem else not hasattr(torch.Tensor, key)
 
 
 def is_write_into(node: fx.Node, name: str) -> bool:

@@ -47,10 +47,8 @@ class TracedCalls:
             if len(self._refusals) > refusals:
                 raise fx.proxy.TraceError(self._refusals[refusals])
             self._check_assigned(module, path)
-            changed = next((name for state in states if (name := state.changed()) is not None), None)
-            if changed is not None:
-                raise fx.proxy.TraceError(f"changes the attribute {changed!r}: the next call may depend on this one")
-            changed = outside.changed()
+            attributes = (f"the attribute {name!r}" for state in states if (name := state.changed()) is not None)
+            changed = next(attributes, None) or outside.changed()
             if changed is not None:
                 raise fx.proxy.TraceError(f"changes {changed}: the next call may depend on this one")
             if randomness.has_changed():
