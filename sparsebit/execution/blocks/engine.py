@@ -17,10 +17,11 @@ from torch import Tensor, fx
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.find_blocks import Block, Flow, with_gaps
-from sparsebit.execution.blocks.resume import Resume
+from sparsebit.execution.blocks.resume import InputsOf, Resume
 from sparsebit.execution.blocks.runner import BlockRunner, Values
 from sparsebit.execution.blocks.shared_weights import SharedWeights
 from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.values.inference_mode import as_ordinary
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import track
 
@@ -103,7 +104,7 @@ def run_blocks(
     graph_module: fx.GraphModule,
     blocks: Sequence[Block],
     num_batches: int,
-    inputs_of: Callable[[int], dict[str, Any]],
+    inputs_of: InputsOf,
     visit: Visit,
     *,
     as_float: AsFloat | None = None,
@@ -170,23 +171,16 @@ class _Run:
         self.last_part = {node: number for number, (part, _) in enumerate(self.parts) for node in part.inputs}
         self.interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
         self.held: dict[tuple[Stream, fx.Node, int], Any] = {}
-        self.kept_whole = self._kept_whole()
+        # Values that cross a border together with others that share their memory, if a later block writes into it: a
+        # store would separate them, so they are kept in memory.
+        written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & self.last_part.keys()
+        self.kept_whole = {node for node in written if len(self.flow.shares(node) & written) > 1}
         self.weights = SharedWeights(graph_module, [part for part, _ in self.parts])
-
-    def _kept_whole(self) -> set[fx.Node]:
-        """Values that cross a border together with others that share their memory, if a later block writes into it.
-
-        A store would separate them, so they are kept in memory.
-        """
-        crossing = set(self.last_part)
-        written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & crossing
-        return {node for node in written if len(self.flow.shares(node) & written) > 1}
 
     # --- values
 
-    def put_inputs(self, inputs_of: Callable[[int], dict[str, Any]]) -> None:
-        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-        wanted = [node for node in placeholders if node in self.last_part]
+    def put_inputs(self, inputs_of: InputsOf) -> None:
+        wanted = [node for node in self.graph_module.graph.find_nodes(op="placeholder") if node in self.last_part]
         for index in range(self.num_batches):
             given = inputs_of(index)
             for node in wanted:
@@ -215,7 +209,7 @@ class _Run:
             is_input = node.op == "placeholder" and (stream, node, index) not in self.held
             self.held[stream, node, index] = map_nested(Tensor, torch.clone, value) if is_input else value
         else:
-            self.store.put((stream, node, index), map_nested(Tensor, _trainable, value))
+            self.store.put((stream, node, index), as_ordinary(value))
 
     def _drop(self, node: fx.Node) -> None:
         for index in range(self.num_batches):
@@ -235,14 +229,14 @@ class _Run:
     def through(self, visit: Visit, resume: Resume | None, what: str) -> None:
         progress = iter(track([part for part, is_visited in self.parts if is_visited], what))
         for number, (part, is_visited) in enumerate(self.parts):
-            if self.has_float:
-                self._advance_float(part)
+            if self.as_float is not None:
+                with self.weights.original(part), self.as_float(part):
+                    self._advance("float", part)
             if is_visited:
                 next(progress)
                 self.weights.keep(number)
                 self._visit(part, visit, resume)
-            is_last = number == len(self.parts) - 1
-            if not is_last:
+            if number < len(self.parts) - 1:
                 self._advance("changed", part)
             for node in {*part.inputs, *part.outputs}:
                 if self.last_part.get(node, -1) <= number:
@@ -260,15 +254,9 @@ class _Run:
             resume.save(block)
 
     def _data(self, block: Block) -> BlockData:
-        if self.num_held is None:
-            return BlockData(self, block, range(self.num_batches))
-        border = self.num_batches - self.num_held
-        return BlockData(self, block, range(border), BlockData(self, block, range(border, self.num_batches)))
-
-    def _advance_float(self, block: Block) -> None:
-        assert self.as_float is not None
-        with self.weights.original(block), self.as_float(block):
-            self._advance("float", block)
+        border = self.num_batches - (self.num_held or 0)
+        held = None if self.num_held is None else BlockData(self, block, range(border, self.num_batches))
+        return BlockData(self, block, range(border), held)
 
     def _advance(self, stream: Stream, block: Block) -> None:
         """Compute the outputs of the block for every batch."""
@@ -279,7 +267,3 @@ class _Run:
             for node, value in zip(block.outputs, outputs, strict=True):
                 if node in self.last_part or stream == "float":
                     self._put(stream, node, index, value)
-
-
-def _trainable(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor

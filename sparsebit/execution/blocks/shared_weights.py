@@ -20,15 +20,13 @@ class SharedWeights:
     """`parts`: the blocks in order. Only tensors that a later part uses too are copied."""
 
     def __init__(self, graph_module: fx.GraphModule, parts: Sequence[Block]) -> None:
-        self._places = {part: _places(graph_module, part) for part in parts}
+        places = {part: _places(graph_module, part) for part in parts}
         users: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
-            for tensor in {id(t) for registry, name in self._places[part] if (t := registry[name]) is not None}:
+            for tensor in {id(t) for registry, name in places[part] if (t := registry[name]) is not None}:
                 users.setdefault(tensor, []).append(number)
         shared = {tensor for tensor, numbers in users.items() if len(numbers) > 1}
-        self._shared = {
-            part: [(r, n) for r, n in places if id(r[n]) in shared] for part, places in self._places.items()
-        }
+        self._shared = {part: [(r, n) for r, n in held if id(r[n]) in shared] for part, held in places.items()}
         self._parts = list(parts)
         # Per place, as ids, since a place may hold another object later.
         self._originals: dict[tuple[int, str], Tensor] = {}
@@ -61,13 +59,8 @@ class SharedWeights:
 
 def _places(graph_module: fx.GraphModule, part: Block) -> list[Place]:
     """The places of the block's parameters and buffers."""
-    modules = {id(inner): inner for module in part.modules.values() for inner in module.modules()}
-    places = [
-        (registry, name)
-        for module in modules.values()
-        for registry in (module._parameters, module._buffers)
-        for name in registry
-    ]
+    modules = {inner: None for module in part.modules.values() for inner in module.modules()}
+    places = [(registry, name) for m in modules for registry in (m._parameters, m._buffers) for name in registry]
     for node in part.nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr":
