@@ -72,8 +72,8 @@ class DistillationLoss:
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         # float32: in half precision a softmax at a high temperature loses the small differences that teach.
-        logs = (F.log_softmax(logits.float() / self.temperature, self.dim) for logits in (student, teacher))
-        divergence = F.kl_div(*logs, log_target=True, reduction="none").sum(self.dim)
+        one, other = (F.log_softmax(logits.float() / self.temperature, self.dim) for logits in (student, teacher))
+        divergence = F.kl_div(one, other, log_target=True, reduction="none").sum(self.dim)
         return divergence.mean() * self.temperature**2
 
 

@@ -8,7 +8,7 @@ original Python code stays a second, always valid way to run it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,22 +143,25 @@ class _Explorer:
 
     def _enter(self, module: nn.Module, path: str) -> None:
         """Explore the children of an opaque module."""
-        for name, child in list(module._modules.items()):
-            if child is None:
-                continue
-            child_path = f"{path}.{name}" if path else name
-            if self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child):
+        for name, child, child_path, is_leaf in self._children(module, path):
+            if is_leaf:
                 self.captured.loose[child_path] = Loose(child_path, module, name)
             else:
                 module._modules[name] = self.explore(child, child_path)
 
+    def _children(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, bool]]:
+        """Name, module and path of each child, and whether it is a leaf."""
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                child_path = f"{path}.{name}" if path else name
+                yield name, child, child_path, self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)
+
     def _note_uncalled(self, module: nn.Module, path: str, read: set[int]) -> None:
         """Layers that the captured path does not call are loose: the module's own code calls them on other paths."""
-        for name, child in module._modules.items():
-            child_path = f"{path}.{name}" if path else name
-            if child is None or id(child) in read or child_path in self.policy.untouched:
+        for name, child, child_path, is_leaf in self._children(module, path):
+            if id(child) in read or child_path in self.policy.untouched:
                 continue
-            if not (self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)):
+            if not is_leaf:
                 self._note_uncalled(child, child_path, read)
             elif any(True for _ in child.parameters()):
                 self.captured.loose[child_path] = Loose(child_path, module, name)

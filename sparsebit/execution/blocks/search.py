@@ -159,9 +159,7 @@ class _Search:
         return any(_is_matrix(self.graph_module, str(source.target)) for source in read)
 
     def _repeated_modules(self) -> list[str]:
-        """The outermost modules in a container that do not themselves hold a container of several modules of one
-        kind.
-        """
+        """The outermost modules in a container that hold no container of several modules of one kind themselves."""
         source = getattr(self.graph_module, "source", None)
         if source is None:
             return []

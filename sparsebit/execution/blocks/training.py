@@ -46,7 +46,9 @@ class BlockTraining:
     float_share: float = option(0.0, "share of float inputs", least=0, most=1)
     patience: int = option(0, "tenths of the steps without a better loss", least=0)
     bf16: bool = False
-    __post_init__ = check_options
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)

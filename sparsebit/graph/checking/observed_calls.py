@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.checking.outcome import cloned, state_kept
 from sparsebit.graph.nodes.example import Example
-from sparsebit.graph.nodes.hidden_writes import may_write_parameters
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
-from sparsebit.graph.state.state import undisturbed_state
 from sparsebit.graph.values.call_form import (
     VARYING,
     CallForm,
@@ -35,30 +33,18 @@ class ObservedCalls:
         self.inputs: dict[int, dict[str, Any]] = {}
         callable_modules = [module for module in model.modules() if has_forward(module)]
         handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
-        modes = {module: module.training for module in model.modules()}
-        own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        buffers = [(module, dict(module._buffers)) for module in own]
-        written = [*model.buffers(), *(model.parameters() if may_write_parameters(model) else ())]
-        values = {tensor: tensor.detach().clone() for tensor in written}
         try:
-            model.eval()
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
-            with torch.no_grad(), undisturbed_outer_state(model), undisturbed_state(model, tensors=True):
+            with torch.no_grad(), undisturbed_outer_state(model), state_kept(model):
+                model.eval()
                 model(*args, **kwargs)
         except FAILURES as error:
             told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
             hint = input_hint((args, kwargs))
             raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}{hint}") from error
         finally:
-            for module, training in modes.items():
-                module.training = training
             for handle in handles:
                 handle.remove()
-            for module, registry in buffers:
-                module._buffers.update(registry)
-            with torch.no_grad():
-                for tensor, value in values.items():
-                    tensor.copy_(value)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)

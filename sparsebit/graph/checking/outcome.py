@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
-from sparsebit.graph.state.state import PythonRandomness, states_of
+from sparsebit.graph.state.state import PythonRandomness, states_of, tensors_inside
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
@@ -35,19 +35,19 @@ class Outcome:
 
     def difference(self, expected: Outcome) -> str | None:
         """A sentence on the first difference; None if there is none."""
-        found = difference(self.output, expected.output)
-        for index in sorted(self.written | expected.written) if not found else ():
-            found = found or difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
-        for name in sorted({*self.buffers, *expected.buffers}) if not found else ():
-            if name not in self.buffers or name not in expected.buffers:
-                wrong = "is written" if name in self.buffers else "is not written"
-                found = found or f"the buffer {name} {wrong}"
+        return next(filter(None, self._differences(expected)), None)
+
+    def _differences(self, expected: Outcome) -> Iterator[str | None]:
+        yield difference(self.output, expected.output)
+        for index in sorted(self.written | expected.written):
+            yield difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
+        for name in sorted({*self.buffers, *expected.buffers}):
+            if name in self.buffers and name in expected.buffers:
+                yield difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
             else:
-                found = found or difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
-        for name, gradient in expected.gradients.items() if not found else ():
-            if name in self.gradients:
-                found = found or difference(self.gradients[name], gradient, f"the gradient of {name}", slack=10.0)
-        return found
+                yield f"the buffer {name} is {'' if name in self.buffers else 'not '}written"
+        for name in [name for name in expected.gradients if name in self.gradients]:
+            yield difference(self.gradients[name], expected.gradients[name], f"the gradient of {name}", slack=10.0)
 
 
 class Notes:
@@ -137,26 +137,27 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
 
 
 class Snapshot:
-    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now; parameters
-    too, where a forward may write into them.
-    """
+    """The buffers, attributes and modes of the roots' modules, and the tensors of a call; parameters if code writes."""
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
-        self.states = [state for module in _modules_of(roots) for state in states_of(module, inside=False)]
-        attributes = [value for state in self.states for value in state.attributes.values()]
-        written = [*tensors_of(call), *(value for value in attributes if isinstance(value, Tensor))]
+        modules = _modules_of(roots)
+        self.states = [state for module in modules for state in states_of(module, inside=False)]
+        attributes = (value for state in self.states for value in state.attributes.values())
+        written = [*tensors_of(call), *(tensor for value in attributes for tensor in tensors_inside(value))]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
-        # Of buffers torch does not count all writes: not those of batch norms.
-        buffers = [buffer for state in self.states for buffer in state.registries["_buffers"].values()]
-        kept = [buffer for buffer in buffers if buffer is not None]
-        if any(map(may_write_parameters, roots)):  # `.data` hides its writes
-            kept += [p for state in self.states for p in state.registries["_parameters"].values() if p is not None]
+        # Of buffers torch does not count all writes: not those of batch norms. `.data` hides its writes.
+        kept = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+        if any(map(may_write_parameters, roots)):
+            kept += [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        self.script_modes = [(part, part.training) for part in modules if isinstance(part, torch.jit.ScriptModule)]
         self.values |= {id(tensor): (tensor, None, tensor.detach().clone()) for tensor in kept}
 
     def restore(self) -> None:
         """Put everything back, in place."""
         for state in self.states:
             state.restore()
+        for part, training in self.script_modes:
+            part.training = training
         with torch.no_grad():
             for tensor, version, value in self.values.values():
                 is_counted = version is not None and _version(tensor) != version
@@ -194,9 +195,7 @@ def tensor_at(module: nn.Module, path: str) -> Tensor | None:
 
 
 def _version(tensor: Tensor) -> Any:
-    """A value that changes with every write into the tensor; for inference tensors, which have no counter, their
-    values.
-    """
+    """A value that changes with every write into the tensor. Inference tensors have no counter: their values."""
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
 
 

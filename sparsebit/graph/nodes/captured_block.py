@@ -34,9 +34,7 @@ def _is_method(module: nn.Module, name: str) -> bool:
 
 
 def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str]) -> None:
-    """From now on `module` also has the plain attributes of `traced`. `new_names` collects attributes that are set and
-    that `traced` did not have.
-    """
+    """`module` gets the plain attributes of `traced`; `new_names` those that are set and that `traced` did not have."""
     # As values: a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
     for name, value in vars(traced).items():
         if not (hasattr(module, name) or isinstance(value, (nn.Module, Tensor)) or callable(value)):

@@ -84,9 +84,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
             self.keep_uncalled()
 
     def keep_uncalled(self) -> None:
-        """Hold the source's modules and tensors that the graph does not read, from now on: the source's own code, which
-        runs where the graph does not cover a call, may read them.
-        """
+        """From now on hold the modules and tensors that only the source's own code reads, which may run too."""
         self.__dict__["_keeps_uncalled"] = True
         _hold(self, self.source, {id(tensor) for tensor in _tensors_of(self)})
         new_names = self.meta.setdefault("new_attributes", [])

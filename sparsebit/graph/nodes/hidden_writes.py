@@ -28,9 +28,7 @@ def code_may_write(model: nn.Module) -> bool:
 
 
 def function_may_write(function: Any) -> bool:
-    """Whether a call of a user's function may write into its arguments. Functions that it calls by name count too, with
-    the arguments that they get.
-    """
+    """Whether a call of a user's function, or one that it calls by name, may write into the function's arguments."""
     return _may_write(function) or any(map(_writes_into_arguments, _called_by_name(function)))
 
 
@@ -161,9 +159,7 @@ _PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters"
 
 
 def _is_written_in(node: Any, own: set[str]) -> bool:
-    """Whether the write may go into something that `self` holds, judged by that line alone; plain counters count
-    too.
-    """
+    """Whether the write may go into something that an argument holds, judged by that line alone; counters too."""
     if isinstance(node, ast.AugAssign):
         places: list[Any] = [node.target]
     elif isinstance(node, ast.Assign):

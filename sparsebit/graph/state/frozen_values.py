@@ -167,17 +167,13 @@ class FrozenValues:
                 self._watch_inside(inner, f"{place}.{name}", reads, depth + 1, is_outside=is_outside)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenValues:
-        """The same for a copy of the modules, which is made with the same `memo`: values changed here count as changed
-        there.
-        """
+        """The same for a copy of the modules, made with the same `memo`: what has changed here has changed there."""
         new = FrozenValues(())
         new._groups = [group if group.is_outside else _copied(group, memo) for group in self._groups]
         return new
 
     def follow(self, original: FrozenValues) -> None:
-        """For a copy whose functions were made to refer to it: values unchanged in the original count as unchanged
-        here.
-        """
+        """For a copy whose functions were made to refer to it: what is unchanged in the original is unchanged here."""
         for place, (group, theirs) in enumerate(zip(self._groups, original._groups, strict=True)):
             if not group.is_outside and not theirs.is_changed:
                 self._groups[place] = replace(group, held=group.read(group.holder))
@@ -321,9 +317,7 @@ def _reads_of_functions(members: Iterable[Any]) -> _Reads:
 def _note_surroundings(
     function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
 ) -> list[Any]:
-    """Record where the code around a function keeps values for it. Returns the members of the classes and modules that
-    the function names.
-    """
+    """Record where the code around a function keeps values. Returns the members of classes and modules it names."""
     reached: list[Any] = []
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         found.cells[id(cell)] = (cell, name)

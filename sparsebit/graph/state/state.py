@@ -111,7 +111,7 @@ def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[Non
 @contextlib.contextmanager
 def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
     """Undo, at the end of the block, writes into tensors in `held`."""
-    tensors = [tensor for value in held for tensor in _tensors_in(value)]
+    tensors = [tensor for value in held for tensor in tensors_inside(value)]
     kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -122,17 +122,17 @@ def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
                     tensor.copy_(values)
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_inside(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors that a value holds. Unlike `tensors_of`, it makes nothing anew: the value may be anything."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
         for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None), depth + 1)
+            yield from tensors_inside(getattr(value, field.name, None), depth + 1)
     elif isinstance(value, (tuple, *CONTAINERS)) and depth < _MAX_DEPTH:
         items = list(value) if isinstance(value, tuple) else _held(value)
         for item in items[:_MAX_ITEMS]:
-            yield from _tensors_in(item, depth + 1)
+            yield from tensors_inside(item, depth + 1)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

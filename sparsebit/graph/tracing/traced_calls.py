@@ -28,9 +28,7 @@ class TracedCalls:
         self._refusals: list[str] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
-        error.
-        """
+        """End the trace of the module whose code runs now; the reason is kept, as that code may catch the error."""
         self._refusals.append(reason)
         raise fx.proxy.TraceError(reason)
 

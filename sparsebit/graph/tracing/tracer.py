@@ -90,9 +90,6 @@ class LeafTracer(fx.Tracer):
         return self._thread == threading.get_ident() and not self._values.is_evaluating
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
-        error.
-        """
         self._calls.refuse(reason)
 
     def class_of(self, obj: fx.Proxy) -> type:
@@ -229,9 +226,7 @@ class LeafTracer(fx.Tracer):
         return self.create_proxy("call_function", target, (proxy, other), {})
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
-        """Record in the graph that the trace assumed `answer` for `node`. A node that reads weights alone needs no
-        guard.
-        """
+        """Record in the graph that the trace assumed `answer` for `node`; no guard is needed for weights alone."""
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
         if not depends_on_input(node):

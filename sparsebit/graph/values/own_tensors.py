@@ -16,9 +16,7 @@ from sparsebit.graph.values.nested import is_symbolic, map_nested, storage_of, t
 
 
 def with_own_tensors(output: Any, inputs: Any) -> Any:
-    """`output` without views of temporaries, where no gradients are recorded; what shares memory with `inputs`, or with
-    another part of the output, stays as it is.
-    """
+    """Without gradients, `output` with own tensors where one is a view of memory that no input or other part shares."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return output
     tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
