@@ -15,18 +15,28 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.checking.observed_calls import ObservedCalls
-from sparsebit.graph.checking.outcome import undisturbed_randomness
+from sparsebit.errors import CaptureError
+from sparsebit.graph.checking.outcome import cloned, state_kept, undisturbed_randomness
 from sparsebit.graph.nodes.aliasing import writes_through_data
-from sparsebit.graph.nodes.example import UNKNOWN
+from sparsebit.graph.nodes.example import UNKNOWN, Example
 from sparsebit.graph.nodes.graph_module import CapturedGraph, source_path
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.region import NAMES_OF_A_REGION, ContainerRegion, Region
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.tracer import LeafTracer
-from sparsebit.graph.values.call_form import VARYING, CallForm, has_forward, signature_of
+from sparsebit.graph.values.call_form import (
+    VARYING,
+    CallForm,
+    call_form,
+    flattened,
+    has_forward,
+    same_form,
+    signature_of,
+)
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
+from sparsebit.graph.values.input_hints import input_hint
 
 
 @dataclass
@@ -192,6 +202,39 @@ class _Explorer:
         if self.observed is not None:
             return "called in more than one way, or never, by the example"
         return "its forward has optional arguments, and how it is called is not known: pass example_inputs"
+
+
+class ObservedCalls:
+    """How each module is called in one forward: form and example inputs; neither if there are several ways."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.example = Example()
+        self.forms: dict[int, CallForm | None] = {}
+        self.inputs: dict[int, dict[str, Any]] = {}
+        callable_modules = [module for module in model.modules() if has_forward(module)]
+        handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
+        try:
+            args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
+            with torch.no_grad(), undisturbed_outer_state(model), state_kept(model):
+                model.eval()
+                model(*args, **kwargs)
+        except FAILURES as error:
+            told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
+            hint = input_hint((args, kwargs))
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}{hint}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form = call_form(module, args, kwargs)
+        seen = self.forms.setdefault(id(module), form)
+        if seen is not None and not same_form(seen, form):
+            self.forms[id(module)] = None
+        elif id(module) not in self.inputs:
+            given = flattened(signature_of(module).bind(*args, **kwargs))
+            varying = {name: given.get(name) for name, value in form.items() if value == VARYING}
+            self.inputs[id(module)] = self.example.fake(varying)
 
 
 def _is_weighted_leaf(module: nn.Module) -> bool:

@@ -43,7 +43,10 @@ class Region(StandIn):
         self.constants = constants
         # Called before each call that runs the source's own code.
         self.before_source: Callable[[Region, Call], None] | None = None
-        self._traced_blocks = _blocks_within(graph_module)
+        called = {id(module) for module in graph_module.modules()}
+        inner = ((p, m) for p, m in list(graph_module.source.named_modules())[1:] if id(m) not in called)
+        # The source's modules that the graph was traced through. In a tuple: they are not the region's children.
+        self._traced_blocks = tuple((path, module) for path, module in inner if not has_hooks(module))
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
         # Per form of the inputs: why a guard fails, or "" where all of them hold.
         self.known_forms: dict[Any, str] = {}
@@ -179,13 +182,6 @@ class Region(StandIn):
             if graph_module is None or name.startswith("__"):
                 raise
             return getattr(graph_module.source, name)
-
-
-def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], ...]:
-    """The source's modules that the graph was traced through. In a tuple: they are not the region's children."""
-    called = {id(module) for module in graph_module.modules()}
-    inner = list(graph_module.source.named_modules())[1:]
-    return tuple((path, module) for path, module in inner if id(module) not in called and not has_hooks(module))
 
 
 def _own_copy(saved: Tensor) -> Tensor:

@@ -154,15 +154,12 @@ def _settings(module: nn.Module) -> str:
 
 
 def _values_of(module: nn.Module, names: Sequence[str]) -> str:
-    held = ((name, vars(module)[name]) for name in names if name not in _WITHOUT_EFFECT)
-    shown = ((name, value) for name, value in held if isinstance(value, _SETTINGS) and not _is_computed(module, name))
-    return ", ".join(f"{name}={_text(value, {})}" for name, value in shown)
-
-
-def _is_computed(module: nn.Module, name: str) -> bool:
-    """Whether a hook computes the tensor from parameters: `weight` from `weight_orig`, or from `weight_g`."""
-    is_tensor = isinstance(vars(module)[name], Tensor)
-    return is_tensor and any(parameter.startswith(f"{name}_") for parameter in module._parameters)
+    held = {name: vars(module)[name] for name in names if name not in _WITHOUT_EFFECT}
+    shown = {name: value for name, value in held.items() if isinstance(value, _SETTINGS)}
+    for name in [name for name, value in shown.items() if isinstance(value, Tensor)]:
+        if any(parameter.startswith(f"{name}_") for parameter in module._parameters):
+            del shown[name]  # a hook computes it: `weight` from `weight_orig`, or from `weight_g`
+    return ", ".join(f"{name}={_text(value, {})}" for name, value in shown.items())
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:

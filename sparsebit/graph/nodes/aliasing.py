@@ -67,8 +67,12 @@ def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
         return None
     if isinstance(out := node.kwargs.get("out"), fx.Node):
         return out
-    source = node.args[0] if node.args else node.kwargs.get("input")
-    return source if isinstance(source, fx.Node) and _writes(node, root) else None
+    source, module = node.args[0] if node.args else node.kwargs.get("input"), module_of(node, root)
+    if module is not None:
+        is_write = any(getattr(part, "inplace", False) is True for part in module.modules())
+    else:
+        is_write = writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
+    return source if isinstance(source, fx.Node) and is_write else None
 
 
 def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
@@ -86,13 +90,6 @@ def is_users_function(node: fx.Node) -> bool:
     function = node.target
     is_function = node.op == "call_function" and isinstance(function, FunctionType)
     return is_function and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
-
-
-def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
-    module = module_of(node, root)
-    if module is not None:
-        return any(getattr(part, "inplace", False) is True for part in module.modules())
-    return writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
 
 
 def writes_by_name(target: Any) -> bool:

@@ -50,8 +50,11 @@ def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
         shaped = parameter.reshape(factors.args[1:]) if _is_reshape(factors) else parameter  # type: ignore[arg-type]
         scale = _by_channel(shaped, layer)
         if scale is not None and parameter.dtype == layer.weight.dtype and _keeps_rank(call, layer, shaped.dim()):
-            _multiply(layer, scale)
             with torch.no_grad():
+                for name in ("weight", "bias"):
+                    if (old := getattr(layer, name)) is not None:
+                        new = (old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))).to(old.dtype)
+                        setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
                 parameter.fill_(1.0)
             parameter.requires_grad_(False)  # the layer's weight is trained in its place
             product.replace_all_uses_with(value)
@@ -99,12 +102,3 @@ def _keeps_rank(call: fx.Node, layer: nn.Linear | _ConvNd, rank: int) -> bool:
     """Whether factors with so many axes leave the output those it has; the fewest of such a layer, if unknown."""
     output = value_of(call)
     return rank <= (output.dim() if isinstance(output, Tensor) else layer.weight.dim() - 1)
-
-
-@torch.no_grad()
-def _multiply(layer: nn.Linear | _ConvNd, scale: Tensor) -> None:
-    for name in ("weight", "bias"):
-        old = getattr(layer, name)
-        if old is not None:
-            new = (old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))).to(old.dtype)
-            setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nodes.node_queries import depends_on_input
+from sparsebit.graph.nodes.value_kinds import depends_on_input
 from sparsebit.graph.state.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.

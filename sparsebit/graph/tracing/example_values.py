@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.nodes.example import UNKNOWN, Example, evaluate_plainly, value_of
-from sparsebit.graph.nodes.node_queries import asks_for_sizes
+from sparsebit.graph.nodes.value_kinds import asks_for_sizes
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.state.state import PythonRandomness, undisturbed_state
 from sparsebit.graph.tracing.traced_calls import TracedCalls

@@ -22,8 +22,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.nodes.example import UNKNOWN, class_name, kind_of, value_of
-from sparsebit.graph.nodes.node_queries import is_part_of_input
-from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.nodes.value_kinds import is_part_of_input, python_values
 from sparsebit.graph.state.training_flag import TrainingFlag
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package

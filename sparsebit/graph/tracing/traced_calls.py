@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import fx, nn
 
-from sparsebit.graph.nodes.node_queries import is_write_into
+from sparsebit.graph.nodes.value_kinds import is_write_into
 from sparsebit.graph.state.outer_state import OuterState, Place
 from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.state.training_flag import note_identity_test

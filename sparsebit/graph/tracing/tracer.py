@@ -29,8 +29,7 @@ from sparsebit.graph.nodes.aliasing import OPERATORS, writes_by_name
 from sparsebit.graph.nodes.example import GIVEN, Example, ExampleProxy, forget_values, guard, value_of
 from sparsebit.graph.nodes.graph_module import NAME_KEY
 from sparsebit.graph.nodes.node_names import NodeNames
-from sparsebit.graph.nodes.node_queries import asks_about_training, depends_on_input, is_part_of_input
-from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.nodes.value_kinds import asks_about_training, depends_on_input, is_part_of_input, python_values
 from sparsebit.graph.state.state import RequiredGradients, is_iterator, undisturbed_state
 from sparsebit.graph.state.training_flag import TrainingFlag, tests_identity
 from sparsebit.graph.tracing.example_values import ExampleValues
