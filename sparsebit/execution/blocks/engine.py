@@ -71,13 +71,11 @@ class BlockData:
 
     @property
     def float_inputs(self) -> BatchValues:
-        self._require_float("float_inputs")
-        return self._values("float", self.block.inputs)
+        return self._float_values("float_inputs", self.block.inputs)
 
     @property
     def targets(self) -> BatchValues:
-        self._require_float("targets")
-        return self._values("float", self.block.outputs)
+        return self._float_values("targets", self.block.outputs)
 
     def run(self, inputs: Values) -> Values:
         """Run the block in its current state on `inputs`; returns the values of `block.outputs`.
@@ -94,9 +92,10 @@ class BlockData:
         run = self._run
         return BatchValues(run.num_batches, lambda index: run.values(stream, nodes, index)).part(self.batches)
 
-    def _require_float(self, what: str) -> None:
+    def _float_values(self, what: str, nodes: Sequence[fx.Node]) -> BatchValues:
         if not self._run.has_float:
             raise ConfigError(f"block {self.block.name!r}: {what} need `as_float`; give it to run_blocks")
+        return self._values("float", nodes)
 
 
 Visit = Callable[[BlockData], None]
@@ -250,15 +249,12 @@ class _Run:
         if resume is not None and resume.load(block):
             return
         log.debug("block %s: %d nodes, %d batches", block.name, len(block.nodes), self.num_batches)
-        with torch.enable_grad():
-            visit(self._data(block))
-        if resume is not None:
-            resume.save(block)
-
-    def _data(self, block: Block) -> BlockData:
         border = self.num_batches - (self.num_held or 0)
         held = None if self.num_held is None else BlockData(self, block, range(border, self.num_batches))
-        return BlockData(self, block, range(border), held)
+        with torch.enable_grad():
+            visit(BlockData(self, block, range(border), held))
+        if resume is not None:
+            resume.save(block)
 
     def _advance(self, stream: Stream, block: Block) -> None:
         """Compute the outputs of the block for every batch."""

@@ -90,8 +90,11 @@ class SharedData:
         if self.host_bytes + size <= self.host_budget:
             self.host_bytes += size
             return _Stored(_alone(_on_host(tensor), size), device, size)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="sparsebit-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._count += 1
-        path = self._own_folder() / f"{self._count}.pt"
+        path = self._folder / f"{self._count}.pt"
         torch.save(_alone(tensor.cpu(), size), path)
         written = path.stat().st_size
         self.disk_bytes += written
@@ -105,12 +108,6 @@ class SharedData:
             self.host_bytes -= stored.size
         else:
             self.device_bytes -= stored.size
-
-    def _own_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="sparsebit-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder
 
 
 def _alone(tensor: Tensor, size: int) -> Tensor:
