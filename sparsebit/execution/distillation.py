@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import as_call, to_device
+from sparsebit.option_fields import Option
 
 TaskLoss = Callable[[Tensor, Tensor], Tensor]
+_LIMITS = {
+    "alpha": Option("the weight of the teacher", least=0, most=1),
+    "temperature": Option("of the softmaxes", above=0),
+    "distance": Option("of the outputs", choices=("kl", "mse")),
+}
 
 
 class DistillationLoss:
@@ -37,12 +43,10 @@ class DistillationLoss:
         task_loss: TaskLoss = F.cross_entropy,
         dim: int = -1,
     ) -> None:
-        if not 0 <= alpha <= 1:
-            raise ConfigError(f"alpha={alpha}: the weight of the teacher; allowed: 0 to 1")
-        if temperature <= 0:
-            raise ConfigError(f"temperature={temperature}: allowed: above 0")
-        if distance not in ("kl", "mse"):
-            raise ConfigError(f"distance={distance!r}; allowed: 'kl', 'mse'")
+        given = {"alpha": alpha, "temperature": temperature, "distance": distance}
+        for name, limits in _LIMITS.items():
+            if not limits.allows(given[name]):
+                raise ConfigError(f"{name}={given[name]!r}; allowed: {limits.allowed()}")
         self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
         self.distance, self.task_loss, self.dim = distance, task_loss, dim
 
@@ -50,7 +54,8 @@ class DistillationLoss:
         """`output`: the student's on `x`."""
         student = logits_of(output)
         teacher = self.teacher_logits(x, student.device)
-        loss = self._mse(student, teacher) if self.distance == "mse" else self._divergence(student, teacher)
+        is_mse = self.distance == "mse"
+        loss = F.mse_loss(student.float(), teacher.float()) if is_mse else self._divergence(student, teacher)
         if labels is None:
             return loss
         return (1 - self.alpha) * self.task_loss(student, labels) + self.alpha * loss
@@ -65,27 +70,22 @@ class DistillationLoss:
         args, kwargs = as_call(x, self.teacher)
         return logits_of(self.teacher(*to_device(args, device), **to_device(kwargs, device)))
 
-    def _mse(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return F.mse_loss(student.float(), teacher.float())
-
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         # float32: in half precision a softmax at a high temperature loses the small differences that teach.
-        log_student, log_teacher = (
-            F.log_softmax(logits.float() / self.temperature, self.dim) for logits in (student, teacher)
-        )
-        divergence = F.kl_div(log_student, log_teacher, log_target=True, reduction="none").sum(self.dim)
+        one, other = (F.log_softmax(logits.float() / self.temperature, self.dim) for logits in (student, teacher))
+        divergence = F.kl_div(one, other, log_target=True, reduction="none").sum(self.dim)
         return divergence.mean() * self.temperature**2
 
 
 def logits_of(output: Any) -> Tensor:
     """The logits of a model's output: itself, `.logits`, `["logits"]`, or the first of a tuple or mapping."""
-    found = output
+    found = getattr(output, "logits", None)
     if isinstance(output, Mapping):
         found = output["logits"] if "logits" in output else next(iter(output.values()), None)
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "logits", None)
-        if found is None and isinstance(output, (tuple, list)) and output:
-            found = output[0]
+    elif isinstance(output, Tensor):
+        found = output
+    elif found is None and isinstance(output, (tuple, list)):
+        found = next(iter(output), None)
     if not isinstance(found, Tensor):
         raise ConfigError(
             f"no logits in an output of type {type(output).__name__}; give DistillationLoss a tensor, an output with "

@@ -31,8 +31,13 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def rank() -> int:
+    """This process's number; 0 in a single process."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def is_main_process() -> bool:
-    return not is_distributed() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def barrier() -> None:

@@ -141,7 +141,7 @@ def _which_have_rows(inputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]
 def _num_rows(inputs: Any, has_rows: Sequence[bool]) -> int:
     """How many samples a batch has; 0 if it is one sample."""
     tensors = tensors_of(inputs)
-    if not has_rows or len(tensors) != len(has_rows):
+    if len(tensors) != len(has_rows):
         return 0
     lengths = {len(tensor) if tensor.ndim else 0 for tensor, flag in zip(tensors, has_rows, strict=True) if flag}
     return lengths.pop() if len(lengths) == 1 else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +56,8 @@ def image_view(images: Tensor, generator: torch.Generator) -> Tensor:
     tops = torch.randint(2 * down + 1, (len(images),), generator=generator).tolist()
     lefts = torch.randint(2 * across + 1, (len(images),), generator=generator).tolist()
     padded = F.pad(images, (across, across, down, down))
-    found = [
-        _cut(image, top, left, (height, width), mirrored)
-        for image, top, left, mirrored in zip(padded, tops, lefts, is_mirrored, strict=True)
-    ]
+    found = []
+    for image, top, left, mirrored in zip(padded, tops, lefts, is_mirrored, strict=True):
+        cut = image[:, top : top + height, left : left + width]
+        found.append(cut.flip(-1) if mirrored else cut)
     return torch.stack(found)
-
-
-def _cut(image: Tensor, top: int, left: int, size: Sequence[int], is_mirrored: bool) -> Tensor:
-    cut = image[:, top : top + size[0], left : left + size[1]]
-    return cut.flip(-1) if is_mirrored else cut

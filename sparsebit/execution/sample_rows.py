@@ -96,9 +96,7 @@ def rows_at(batch: Any, rows: Sequence[int], has_rows: Sequence[bool]) -> Any:
 
 
 def is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether values are equal up to the effect of other kernels for other batch sizes: for a quantized block, a few
-    different codes.
-    """
+    """Whether values are equal up to what other kernels for other batch sizes change: a few codes that differ."""
     if one.shape != other.shape or not one.is_floating_point():
         return one.shape == other.shape
     return float((one - other).norm()) <= 0.05 * float(other.norm())

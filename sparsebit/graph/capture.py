@@ -8,25 +8,35 @@ original Python code stays a second, always valid way to run it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.checking.observed_calls import ObservedCalls
-from sparsebit.graph.checking.outcome import undisturbed_randomness
+from sparsebit.errors import CaptureError
+from sparsebit.graph.checking.outcome import cloned, state_kept, undisturbed_randomness
 from sparsebit.graph.nodes.aliasing import writes_through_data
-from sparsebit.graph.nodes.example import UNKNOWN
+from sparsebit.graph.nodes.example import UNKNOWN, Example
 from sparsebit.graph.nodes.graph_module import CapturedGraph, source_path
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.region import NAMES_OF_A_REGION, ContainerRegion, Region
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.tracer import LeafTracer
-from sparsebit.graph.values.call_form import VARYING, CallForm, has_forward, signature_of
+from sparsebit.graph.values.call_form import (
+    VARYING,
+    CallForm,
+    call_form,
+    flattened,
+    has_forward,
+    same_form,
+    signature_of,
+)
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
+from sparsebit.graph.values.input_hints import input_hint
 
 
 @dataclass
@@ -143,22 +153,25 @@ class _Explorer:
 
     def _enter(self, module: nn.Module, path: str) -> None:
         """Explore the children of an opaque module."""
-        for name, child in list(module._modules.items()):
-            if child is None:
-                continue
-            child_path = f"{path}.{name}" if path else name
-            if self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child):
+        for name, child, child_path, is_leaf in self._children(module, path):
+            if is_leaf:
                 self.captured.loose[child_path] = Loose(child_path, module, name)
             else:
                 module._modules[name] = self.explore(child, child_path)
 
+    def _children(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, bool]]:
+        """Name, module and path of each child, and whether it is a leaf."""
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                child_path = f"{path}.{name}" if path else name
+                yield name, child, child_path, self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)
+
     def _note_uncalled(self, module: nn.Module, path: str, read: set[int]) -> None:
         """Layers that the captured path does not call are loose: the module's own code calls them on other paths."""
-        for name, child in module._modules.items():
-            child_path = f"{path}.{name}" if path else name
-            if child is None or id(child) in read or child_path in self.policy.untouched:
+        for name, child, child_path, is_leaf in self._children(module, path):
+            if id(child) in read or child_path in self.policy.untouched:
                 continue
-            if not (self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)):
+            if not is_leaf:
                 self._note_uncalled(child, child_path, read)
             elif any(True for _ in child.parameters()):
                 self.captured.loose[child_path] = Loose(child_path, module, name)
@@ -166,11 +179,9 @@ class _Explorer:
 
     def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
         """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
-        form = self.root_form if is_root and self.root_form is not None else None
-        if form is None and self.observed is not None:
-            form = self.observed.forms.get(id(module))
-            if form is None:
-                return None
+        form = self.root_form if is_root else None
+        if form is None and self.observed is not None and (form := self.observed.forms.get(id(module))) is None:
+            return None
         if form is not None:
             return {name: value for name, value in form.items() if value != VARYING}
         defaults = {}
@@ -193,6 +204,39 @@ class _Explorer:
         return "its forward has optional arguments, and how it is called is not known: pass example_inputs"
 
 
+class ObservedCalls:
+    """How each module is called in one forward: form and example inputs; neither if there are several ways."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.example = Example()
+        self.forms: dict[int, CallForm | None] = {}
+        self.inputs: dict[int, dict[str, Any]] = {}
+        callable_modules = [module for module in model.modules() if has_forward(module)]
+        handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
+        try:
+            args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
+            with torch.no_grad(), undisturbed_outer_state(model), state_kept(model):
+                model.eval()
+                model(*args, **kwargs)
+        except FAILURES as error:
+            told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
+            hint = input_hint((args, kwargs))
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}{hint}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form = call_form(module, args, kwargs)
+        seen = self.forms.setdefault(id(module), form)
+        if seen is not None and not same_form(seen, form):
+            self.forms[id(module)] = None
+        elif id(module) not in self.inputs:
+            given = flattened(signature_of(module).bind(*args, **kwargs))
+            varying = {name: given.get(name) for name, value in form.items() if value == VARYING}
+            self.inputs[id(module)] = self.example.fake(varying)
+
+
 def _is_weighted_leaf(module: nn.Module) -> bool:
     """A subclass of a torch.nn layer with its own forward and no children (`Conv2dSame`): quantized as one piece."""
     bases = [base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules")]
@@ -209,19 +253,15 @@ def _modules_read(region: Region) -> set[int]:
 
 def _mark_shared(captured: Captured) -> None:
     """Store in each graph which of its leaves other code calls too: `meta["shared"]`, by target."""
-    leaves = {
-        path: {target: id(region.graph_module.get_submodule(target)) for target in _called(region.graph_module)}
-        for path, region in captured.regions.items()
-    }
-    holders = Counter(leaf for targets in leaves.values() for leaf in set(targets.values()))
-    holders.update({id(loose.module) for loose in captured.loose.values()})
-    for path, targets in leaves.items():
-        shared = frozenset(target for target, leaf in targets.items() if holders[leaf] > 1)
-        captured.regions[path].graph_module.meta["shared"] = shared
-
-
-def _called(graph_module: fx.GraphModule) -> set[str]:
-    return {str(node.target) for node in graph_module.graph.find_nodes(op="call_module")}
+    holders = Counter({id(loose.module) for loose in captured.loose.values()})
+    leaves: list[tuple[CapturedGraph, dict[str, int]]] = []
+    for region in captured.regions.values():
+        root = region.graph_module
+        called = {str(node.target) for node in root.graph.find_nodes(op="call_module")}
+        leaves.append((root, {target: id(root.get_submodule(target)) for target in called}))
+        holders.update(set(leaves[-1][1].values()))
+    for root, targets in leaves:
+        root.meta["shared"] = frozenset(target for target, leaf in targets.items() if holders[leaf] > 1)
 
 
 def _check_names(module: nn.Module, path: str) -> None:

@@ -43,7 +43,10 @@ class Region(StandIn):
         self.constants = constants
         # Called before each call that runs the source's own code.
         self.before_source: Callable[[Region, Call], None] | None = None
-        self._traced_blocks = _blocks_within(graph_module)
+        called = {id(module) for module in graph_module.modules()}
+        inner = ((p, m) for p, m in list(graph_module.source.named_modules())[1:] if id(m) not in called)
+        # The source's modules that the graph was traced through. In a tuple: they are not the region's children.
+        self._traced_blocks = tuple((path, module) for path, module in inner if not has_hooks(module))
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
         # Per form of the inputs: why a guard fails, or "" where all of them hold.
         self.known_forms: dict[Any, str] = {}
@@ -66,11 +69,10 @@ class Region(StandIn):
             return None
         bound.apply_defaults()
         given = flattened(bound)
-        if given.keys() != {*self.inputs, *self.constants} or any(is_constant(given[name]) for name in self.inputs):
-            return None
-        if not all(same_constant(given[name], constant) for name, constant in self.constants.items()):
-            return None
-        return {name: given[name] for name in self.inputs}
+        is_known = given.keys() == {*self.inputs, *self.constants}
+        is_known = is_known and not any(is_constant(given[name]) for name in self.inputs)
+        is_known = is_known and all(same_constant(given[name], value) for name, value in self.constants.items())
+        return {name: given[name] for name in self.inputs} if is_known else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
@@ -90,7 +92,7 @@ class Region(StandIn):
         # A quantizer saves its input for the backward even where the float layer does not, and this code may overwrite
         # it.
         is_risky = torch.is_grad_enabled() and not is_symbolic([]) and module_may_write(self.source)
-        with saved_tensors_hooks(_own_copy, _as_is) if is_risky else contextlib.nullcontext():
+        with saved_tensors_hooks(_own_copy, lambda saved: saved) if is_risky else contextlib.nullcontext():
             return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
@@ -143,7 +145,8 @@ class Region(StandIn):
             randomness.restore()
 
         try:
-            if torch.is_grad_enabled() and self._writes_inputs():
+            written = written_later(self.graph_module) if torch.is_grad_enabled() else ()
+            if any(node.op == "placeholder" for node in written):
                 # The values of an input can be restored, but not its history: the guards are evaluated on copies.
                 self.graph_module(**cloned(((), inputs))[1])
                 restore()
@@ -160,9 +163,6 @@ class Region(StandIn):
                 if len(self.known_forms) >= _KNOWN_FORMS:
                     self.known_forms.clear()
                 self.known_forms[form] = reason
-
-    def _writes_inputs(self) -> bool:
-        return any(node.op == "placeholder" for node in written_later(self.graph_module))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""
@@ -184,47 +184,33 @@ class Region(StandIn):
             return getattr(graph_module.source, name)
 
 
-def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], ...]:
-    """The source's modules that the graph was traced through. In a tuple: they are not the region's children."""
-    called = {id(module) for module in graph_module.modules()}
-    inner = list(graph_module.source.named_modules())[1:]
-    return tuple((path, module) for path, module in inner if id(module) not in called and not has_hooks(module))
-
-
 def _own_copy(saved: Tensor) -> Tensor:
     is_parameter = saved.is_leaf and saved.requires_grad  # torch refuses writes into it
     return saved if is_parameter else saved.clone()
 
 
-def _as_is(saved: Tensor) -> Tensor:
-    return saved
-
-
 class ContainerRegion(Region):
     """A region that replaces an `nn.Sequential` or another module that is indexed, counted or iterated over."""
 
+    source: Any
+
     def __len__(self) -> int:
-        return len(self._container)
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._container)
+        return iter(self.source)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._container[key]
+        return self.source[key]
 
     def __contains__(self, item: object) -> bool:
-        return item in self._container
-
-    @property
-    def _container(self) -> Any:
-        return self.source
+        return item in self.source
 
 
 # What a region has itself: a source with such an attribute is not captured below an opaque module.
 NAMES_OF_A_REGION = (
     "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
-    "known_forms", "is_overruled", "frozen_values", "note_frozen_values",
-    "follow_frozen_values",
+    "known_forms", "is_overruled", "frozen_values", "note_frozen_values", "follow_frozen_values",
 )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from sparsebit.graph.nodes.example import guard
 from sparsebit.graph.nodes.graph_module import NAME_KEY, CapturedGraph, source_path
 from sparsebit.graph.region import Region
 from sparsebit.graph.state.frozen_values import settings_of
-from sparsebit.graph.state.outer_state import function_of, is_foreign
 from sparsebit.graph.values.call_form import has_forward
+from sparsebit.graph.values.code import function_of, is_foreign
 
 Structure = Mapping[str, Sequence[str]]
 OWN_CODE, SETTINGS = "own code", "settings"
@@ -51,7 +51,8 @@ def structure_of(captured: Captured, source: nn.Module) -> dict[str, list[str]]:
         called = region.graph_module.graph.find_nodes(op="call_module")
         listed |= {f"{path}.{source_path(str(node.target))}".strip(".") for node in called}
     others = {path: module for path, module in _modules_of(source) if path not in traced and has_forward(module)}
-    lines[OWN_CODE] = [f"{path or '.'}: {_code_digest(module)}" for path, module in others.items() if _has_code(module)]
+    own = {path: module for path, module in others.items() if _is_users(module) or _hooks_of(module)}
+    lines[OWN_CODE] = [f"{path or '.'}: {_code_digest(module)}" for path, module in own.items()]
     alone = {path: module for path, module in others.items() if _is_users(module) or path not in listed}
     lines[SETTINGS] = [f"{path or 'the model'}: {_settings(module)}" for path, module in alone.items()]
     return lines
@@ -61,24 +62,23 @@ def _modules_of(source: nn.Module, path: str = "", seen: set[int] | None = None)
     """Every module by its first path; a region is replaced by the module that it replaces."""
     seen = set() if seen is None else seen
     module = source.source if isinstance(source, Region) else source
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _modules_of(child, f"{path}.{name}".strip("."), seen)
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _modules_of(child, f"{path}.{name}".strip("."), seen)
 
 
 def difference(saved: Structure, now: Structure) -> str:
     """The differences in a few lines; empty if there are none."""
     found: list[str] = []
     for path in dict.fromkeys([*saved, *now]):
+        before, after = saved.get(path, ()), now.get(path, ())
         if path == OWN_CODE:
-            found += _changed_code(saved.get(path, ()), now.get(path, ()))
+            found += _changed_code(before, after)
             continue
         where = "" if path in (".", SETTINGS) else f"in {path}: "
-        before, after = saved.get(path, ()), now.get(path, ())
         steps = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if before != after else ()
         for kind, first, last, start, end in steps:
             if kind != "equal":
@@ -154,19 +154,12 @@ def _settings(module: nn.Module) -> str:
 
 
 def _values_of(module: nn.Module, names: Sequence[str]) -> str:
-    held = {name: vars(module)[name] for name in names}
-    shown = {
-        name: value
-        for name, value in held.items()
-        if isinstance(value, _SETTINGS) and name not in _WITHOUT_EFFECT and not _is_computed(module, name)
-    }
+    held = {name: vars(module)[name] for name in names if name not in _WITHOUT_EFFECT}
+    shown = {name: value for name, value in held.items() if isinstance(value, _SETTINGS)}
+    for name in [name for name, value in shown.items() if isinstance(value, Tensor)]:
+        if any(parameter.startswith(f"{name}_") for parameter in module._parameters):
+            del shown[name]  # a hook computes it: `weight` from `weight_orig`, or from `weight_g`
     return ", ".join(f"{name}={_text(value, {})}" for name, value in shown.items())
-
-
-def _is_computed(module: nn.Module, name: str) -> bool:
-    """Whether a hook computes the tensor from parameters: `weight` from `weight_orig`, or from `weight_g`."""
-    is_tensor = isinstance(vars(module)[name], Tensor)
-    return is_tensor and any(parameter.startswith(f"{name}_") for parameter in module._parameters)
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
@@ -210,10 +203,6 @@ def _is_users(module: nn.Module) -> bool:
     return not is_foreign(type(module))
 
 
-def _has_code(module: nn.Module) -> bool:
-    return _is_users(module) or bool(_hooks_of(module))
-
-
 def _hooks_of(module: nn.Module) -> list[types.FunctionType]:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions = [function_of(hook) or function_of(type(hook).__call__) for hook in hooks]
@@ -226,18 +215,14 @@ def _code_digest(module: nn.Module) -> str:
     functions = [(hook.__name__, hook) for hook in _hooks_of(module)]
     for base in type(module).__mro__:
         members = {} if is_foreign(base) else vars(base)
-        found = [(name, function_of(members[name])) for name in sorted(members)]
-        functions += [(name, function) for name, function in found if function and _is_method(name)]
+        methods = (name for name in sorted(members) if not name.startswith("__") or name == "__call__")
+        functions += [(name, function) for name in methods if (function := function_of(members[name]))]
     try:
         for name, function in functions:
             digest.update(f"{name}\n{_tokens(inspect.getsource(function))}\n".encode())
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return UNKNOWN
     return digest.hexdigest()[:16]
-
-
-def _is_method(name: str) -> bool:
-    return not name.startswith("__") or name == "__call__"
 
 
 def _tokens(code: str) -> str:

@@ -191,14 +191,11 @@ def _tiles(
 ) -> Tiles | None:
     """None if a tensor has no such form."""
     cuts = ACTIVATED if is_activated else WHOLE if itemsize == 4 else HALF
-    num_elements = prod(shape)
-    if num_elements == 0:
-        return None
-    runs = _runs(shape, stride)
-    if num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
+    num_elements, runs = prod(shape), _runs(shape, stride)
+    if num_elements and num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
         (pitch, num_rows), (_, inner) = runs
         return _rows(cuts, num_rows, inner, 1, pitch)
-    if len(runs) > 1 or (runs and runs[0][0] != 1):
+    if not num_elements or len(runs) > 1 or (runs and runs[0][0] != 1):
         return None
     if num_params == 1:
         return _rows(cuts, 1, num_elements, 1)

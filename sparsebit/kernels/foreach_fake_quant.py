@@ -62,7 +62,6 @@ class RowBatch:
         self.factors = per_row([lsq_factor(form.numel, form.num_rows, form.qmax) for form in forms])
         self.num_rows, self.numel = len(sizes), sum(sizes)
         self.offsets = [0, *accumulate(form.numel for form in forms)]
-        self.row_offsets = [0, *accumulate(form.num_rows for form in forms)]
         self._forward = Launch(forward_ragged, self.num_rows, (), (BLOCK,))
         self._backward = Launch(backward_ragged, self.num_rows, (), (BLOCK,))
 

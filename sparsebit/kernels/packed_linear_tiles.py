@@ -59,13 +59,7 @@ class Work(ctypes.Structure):
     `groups`: of 128 inputs, in a tile. See `packed_linear.cu`.
     """
 
-    _fields_ = (
-        ("blocks", ctypes.c_int),
-        ("waves", ctypes.c_int),
-        ("rest", ctypes.c_int),
-        ("spans", ctypes.c_int),
-        ("groups", ctypes.c_int),
-    )
+    _fields_ = tuple((name, ctypes.c_int) for name in ("blocks", "waves", "rest", "spans", "groups"))
 
     @classmethod
     def of(cls, tiles: int, groups: int, most_blocks: int) -> Work:

@@ -123,7 +123,7 @@ def test_a_student_comes_nearer_to_its_teacher() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"alpha": 1.5}, "alpha=1.5"), ({"temperature": 0}, "temperature=0"), ({"distance": "l1"}, "'kl', 'mse'")],
+    [({"alpha": 1.5}, "alpha=1.5"), ({"temperature": 0}, "temperature=0"), ({"distance": "l1"}, "kl, mse")],
 )
 def test_faults(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -7,20 +7,21 @@ a budget, so that memory does not grow with the number of batches. The model is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.find_blocks import Block, Flow, with_gaps
-from sparsebit.execution.blocks.resume import Resume
+from sparsebit.execution.blocks.resume import InputsOf, Resume
 from sparsebit.execution.blocks.runner import BlockRunner, Values
-from sparsebit.execution.blocks.shared_weights import SharedWeights
 from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.values.inference_mode import as_ordinary
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import track
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Stream = Literal["float", "changed"]
 AsFloat = Callable[[Block], AbstractContextManager[Any]]
+# A registry of a module (its parameters or buffers), and the name in it.
+_Place = tuple[dict[str, Tensor | None], str]
 
 
 class BatchValues:
@@ -68,13 +71,11 @@ class BlockData:
 
     @property
     def float_inputs(self) -> BatchValues:
-        self._require_float("float_inputs")
-        return self._values("float", self.block.inputs)
+        return self._float_values("float_inputs", self.block.inputs)
 
     @property
     def targets(self) -> BatchValues:
-        self._require_float("targets")
-        return self._values("float", self.block.outputs)
+        return self._float_values("targets", self.block.outputs)
 
     def run(self, inputs: Values) -> Values:
         """Run the block in its current state on `inputs`; returns the values of `block.outputs`.
@@ -91,9 +92,10 @@ class BlockData:
         run = self._run
         return BatchValues(run.num_batches, lambda index: run.values(stream, nodes, index)).part(self.batches)
 
-    def _require_float(self, what: str) -> None:
+    def _float_values(self, what: str, nodes: Sequence[fx.Node]) -> BatchValues:
         if not self._run.has_float:
             raise ConfigError(f"block {self.block.name!r}: {what} need `as_float`; give it to run_blocks")
+        return self._values("float", nodes)
 
 
 Visit = Callable[[BlockData], None]
@@ -103,7 +105,7 @@ def run_blocks(
     graph_module: fx.GraphModule,
     blocks: Sequence[Block],
     num_batches: int,
-    inputs_of: Callable[[int], dict[str, Any]],
+    inputs_of: InputsOf,
     visit: Visit,
     *,
     as_float: AsFloat | None = None,
@@ -170,23 +172,16 @@ class _Run:
         self.last_part = {node: number for number, (part, _) in enumerate(self.parts) for node in part.inputs}
         self.interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
         self.held: dict[tuple[Stream, fx.Node, int], Any] = {}
-        self.kept_whole = self._kept_whole()
-        self.weights = SharedWeights(graph_module, [part for part, _ in self.parts])
-
-    def _kept_whole(self) -> set[fx.Node]:
-        """Values that cross a border together with others that share their memory, if a later block writes into it.
-
-        A store would separate them, so they are kept in memory.
-        """
-        crossing = set(self.last_part)
-        written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & crossing
-        return {node for node in written if len(self.flow.shares(node) & written) > 1}
+        # Values that cross a border together with others that share their memory, if a later block writes into it: a
+        # store would separate them, so they are kept in memory.
+        written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & self.last_part.keys()
+        self.kept_whole = {node for node in written if len(self.flow.shares(node) & written) > 1}
+        self.weights = _SharedWeights(graph_module, [part for part, _ in self.parts])
 
     # --- values
 
-    def put_inputs(self, inputs_of: Callable[[int], dict[str, Any]]) -> None:
-        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-        wanted = [node for node in placeholders if node in self.last_part]
+    def put_inputs(self, inputs_of: InputsOf) -> None:
+        wanted = [node for node in self.graph_module.graph.find_nodes(op="placeholder") if node in self.last_part]
         for index in range(self.num_batches):
             given = inputs_of(index)
             for node in wanted:
@@ -215,7 +210,7 @@ class _Run:
             is_input = node.op == "placeholder" and (stream, node, index) not in self.held
             self.held[stream, node, index] = map_nested(Tensor, torch.clone, value) if is_input else value
         else:
-            self.store.put((stream, node, index), map_nested(Tensor, _trainable, value))
+            self.store.put((stream, node, index), as_ordinary(value))
 
     def _drop(self, node: fx.Node) -> None:
         for index in range(self.num_batches):
@@ -235,14 +230,14 @@ class _Run:
     def through(self, visit: Visit, resume: Resume | None, what: str) -> None:
         progress = iter(track([part for part, is_visited in self.parts if is_visited], what))
         for number, (part, is_visited) in enumerate(self.parts):
-            if self.has_float:
-                self._advance_float(part)
+            if self.as_float is not None:
+                with self.weights.original(part), self.as_float(part):
+                    self._advance("float", part)
             if is_visited:
                 next(progress)
                 self.weights.keep(number)
                 self._visit(part, visit, resume)
-            is_last = number == len(self.parts) - 1
-            if not is_last:
+            if number < len(self.parts) - 1:
                 self._advance("changed", part)
             for node in {*part.inputs, *part.outputs}:
                 if self.last_part.get(node, -1) <= number:
@@ -254,21 +249,12 @@ class _Run:
         if resume is not None and resume.load(block):
             return
         log.debug("block %s: %d nodes, %d batches", block.name, len(block.nodes), self.num_batches)
+        border = self.num_batches - (self.num_held or 0)
+        held = None if self.num_held is None else BlockData(self, block, range(border, self.num_batches))
         with torch.enable_grad():
-            visit(self._data(block))
+            visit(BlockData(self, block, range(border), held))
         if resume is not None:
             resume.save(block)
-
-    def _data(self, block: Block) -> BlockData:
-        if self.num_held is None:
-            return BlockData(self, block, range(self.num_batches))
-        border = self.num_batches - self.num_held
-        return BlockData(self, block, range(border), BlockData(self, block, range(border, self.num_batches)))
-
-    def _advance_float(self, block: Block) -> None:
-        assert self.as_float is not None
-        with self.weights.original(block), self.as_float(block):
-            self._advance("float", block)
 
     def _advance(self, stream: Stream, block: Block) -> None:
         """Compute the outputs of the block for every batch."""
@@ -281,5 +267,64 @@ class _Run:
                     self._put(stream, node, index, value)
 
 
-def _trainable(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
+class _SharedWeights:
+    """The original values of weights that more than one block uses, by `parts`: the blocks in order.
+
+    When the second block is reached, a visit of the first has changed them, but the float model has not. Only tensors
+    that a later part uses too are copied.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, parts: Sequence[Block]) -> None:
+        places = {part: _places(graph_module, part) for part in parts}
+        users: dict[int, list[int]] = {}
+        for number, part in enumerate(parts):
+            for tensor in {id(t) for registry, name in places[part] if (t := registry[name]) is not None}:
+                users.setdefault(tensor, []).append(number)
+        shared = {tensor for tensor, numbers in users.items() if len(numbers) > 1}
+        self._shared = {part: [(r, n) for r, n in held if id(r[n]) in shared] for part, held in places.items()}
+        self._parts = list(parts)
+        # Per place, as ids, since a place may hold another object later.
+        self._originals: dict[tuple[int, str], Tensor] = {}
+
+    def keep(self, number: int) -> None:
+        """Called before part `number` is visited: keep the current values that later parts need."""
+        here = {id(r[n]): r[n] for r, n in self._shared[self._parts[number]]}
+        copies: dict[int, Tensor] = {}
+        for part in self._parts[number + 1 :]:
+            for registry, name in self._shared[part]:
+                tensor = registry.get(name)
+                if tensor is not None and id(tensor) in here and (id(registry), name) not in self._originals:
+                    copies.setdefault(id(tensor), _copy(tensor))
+                    self._originals[id(registry), name] = copies[id(tensor)]
+
+    @contextlib.contextmanager
+    def original(self, block: Block) -> Iterator[None]:
+        """Inside, the block's shared weights are those of the float model."""
+        wanted = [(r, n, self._originals[id(r), n]) for r, n in self._shared[block] if (id(r), n) in self._originals]
+        now = [(registry, name, registry[name]) for registry, name, _ in wanted if name in registry]
+        for registry, name, original in wanted:
+            if name in registry:
+                registry[name] = original
+        try:
+            yield
+        finally:
+            for registry, name, tensor in now:
+                registry[name] = tensor
+
+
+def _places(graph_module: fx.GraphModule, part: Block) -> list[_Place]:
+    """The places of the block's parameters and buffers."""
+    modules = {inner: None for module in part.modules.values() for inner in module.modules()}
+    places = [(registry, name) for m in modules for registry in (m._parameters, m._buffers) for name in registry]
+    for node in part.nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                path, _, name = str(source.target).rpartition(".")
+                module = graph_module.get_submodule(path)
+                places += [(r, name) for r in (module._parameters, module._buffers) if name in r]
+    return places  # type: ignore[return-value]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -36,8 +36,10 @@ class Block:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The modules that its nodes call, by their path in the graph module."""
-        paths = dict.fromkeys(str(node.target) for node in self.nodes if node.op == "call_module")
-        return {path: _root_of(self.nodes[0]).get_submodule(path) for path in paths}
+        root = self.nodes[0].graph.owning_module
+        assert root is not None, "the graph belongs to no module"
+        paths = (str(node.target) for node in self.nodes if node.op == "call_module")
+        return {path: root.get_submodule(path) for path in paths}
 
 
 class Flow:
@@ -208,9 +210,3 @@ def _is_read_by(flow: Flow, index: int, spans: Sequence[tuple[int, int, str]]) -
         and all(is_inserted(flow.nodes[between], flow.graph_module) for between in range(index, spans[0][0]))
         and _is_read_within(flow, index, spans[0][1])
     )
-
-
-def _root_of(node: fx.Node) -> nn.Module:
-    root = node.graph.owning_module
-    assert root is not None, "the graph belongs to no module"
-    return root

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from sparsebit.execution.blocks.find_blocks import Block
-from sparsebit.execution.distributed import gather, is_main_process, once, to_cpu
+from sparsebit.execution.distributed import gather, is_main_process, once, rank, to_cpu
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.tensor_files import digest
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _STATE, _RANDOM = "state.", "random."
+InputsOf = Callable[[int], dict[str, Any]]  # the graph's inputs of a batch, by name
 
 
 class Resume:
@@ -43,16 +44,10 @@ class Resume:
         self._run: RunFolder | None = None
         self._name = f"resume({self.folder.name!r})"
 
-    def start(
-        self,
-        graph_module: fx.GraphModule,
-        blocks: Sequence[Block],
-        num_batches: int,
-        inputs_of: Callable[[int], dict[str, Any]],
-    ) -> None:
+    def start(self, root: fx.GraphModule, blocks: Sequence[Block], num_batches: int, inputs_of: InputsOf) -> None:
         """Begin a run, or continue the one in the folder."""
         parts = {
-            "model": _model_digest(graph_module),
+            "model": _model_digest(root),
             "data": _hash("".join(gather(_data_digest(num_batches, inputs_of)))),
             "blocks": _hash(json.dumps([[block.name, [node.name for node in block.nodes]] for block in blocks])),
             "settings": _hash(self.settings),
@@ -70,7 +65,7 @@ class Resume:
         found = self._run.read(self._reached, {"block": block.name}) if is_main_process() else None
         found = gather(found)[0]
         assert found is not None
-        tensors, _ = found
+        tensors = found[0]
         self.load_state(block, {k.removeprefix(_STATE): t for k, t in tensors.items() if k.startswith(_STATE)})
         _restore_random_state(tensors)
         self._reached += 1
@@ -88,14 +83,9 @@ class Resume:
 
 
 def _model_digest(graph_module: fx.GraphModule) -> str:
-    tensors = {
-        **dict(graph_module.named_parameters(remove_duplicate=False)),
-        **dict(graph_module.named_buffers(remove_duplicate=False)),
-    }
-    nodes = [
-        [node.op, str(node.name), _called(graph_module, node), str(node.args), str(node.kwargs)]
-        for node in graph_module.graph.nodes
-    ]
+    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(graph_module.named_buffers(remove_duplicate=False))}
+    nodes = [[n.op, n.name, _called(graph_module, n), str(n.args), str(n.kwargs)] for n in graph_module.graph.nodes]
     return _hash(digest(tensors) + json.dumps(nodes))
 
 
@@ -106,7 +96,7 @@ def _called(graph_module: fx.GraphModule, node: fx.Node) -> str:
     return _ADDRESS.sub("", repr(graph_module.get_submodule(str(node.target))))
 
 
-def _data_digest(num_batches: int, inputs_of: Callable[[int], dict[str, Any]]) -> str:
+def _data_digest(num_batches: int, inputs_of: InputsOf) -> str:
     found = hashlib.sha256()
     for index in range(num_batches):
         given = inputs_of(index)
@@ -117,24 +107,18 @@ def _data_digest(num_batches: int, inputs_of: Callable[[int], dict[str, Any]]) -
 
 def _random_state() -> dict[str, Tensor]:
     """The state of torch's generators, by names of this rank's own."""
-    rank = torch.distributed.get_rank() if _has_ranks() else 0
-    state = {f"{_RANDOM}{rank}.cpu": torch.get_rng_state()}
+    state = {f"{_RANDOM}{rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state |= {f"{_RANDOM}{rank}.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+        state |= {f"{_RANDOM}{rank()}.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return state
 
 
 def _restore_random_state(tensors: Mapping[str, Tensor]) -> None:
-    rank = torch.distributed.get_rank() if _has_ranks() else 0
     for name, state in tensors.items():
-        if name == f"{_RANDOM}{rank}.cpu":
+        if name == f"{_RANDOM}{rank()}.cpu":
             torch.set_rng_state(state)
-        elif name.startswith(f"{_RANDOM}{rank}.cuda.") and torch.cuda.is_available():
+        elif name.startswith(f"{_RANDOM}{rank()}.cuda.") and torch.cuda.is_available():
             torch.cuda.set_rng_state(state, int(name.rpartition(".")[2]))
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _hash(text: str) -> str:

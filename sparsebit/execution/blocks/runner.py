@@ -24,9 +24,7 @@ class BlockRunner:
         self._dying = _last_reads(block)
 
     def __call__(self, inputs: Values, *, in_place: Collection[fx.Node] = (), writes_buffers: bool = False) -> Values:
-        """Inputs that the block writes into are copied first, except those `in_place`; so are buffers, unless the
-        block `writes_buffers`.
-        """
+        """Inputs that the block writes into are copied, but not those `in_place`; buffers unless `writes_buffers`."""
         values = dict(zip(self.block.inputs, inputs, strict=True))
         if self.block.written:
             values.update(_copied({node: values[node] for node in self.block.written if node not in in_place}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -57,13 +57,9 @@ class BlockSamples:
                     yield from _drawn(chunk, size, generator)
 
     def _batch(self, index: int) -> Minibatch:
-        data = self.data
-        return Minibatch(
-            data.inputs[index],
-            data.float_inputs[index] if self.needs_float else (),
-            data.targets[index],
-            () if self.extras is None else self.extras[index],
-        )
+        data, extras = self.data, () if self.extras is None else self.extras[index]
+        float_inputs = data.float_inputs[index] if self.needs_float else ()
+        return Minibatch(data.inputs[index], float_inputs, data.targets[index], extras)
 
     def _chunks(self, order: Sequence[int]) -> Iterator[list[Minibatch]]:
         chunk: list[Minibatch] = []
@@ -124,12 +120,11 @@ def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) ->
 
 
 def _joined(parts: Sequence[tuple[Minibatch, Tensor]]) -> Minibatch:
-    fields = ("inputs", "float_inputs", "targets", "extras")
-    found: dict[str, Values] = {}
-    for name in fields:
-        pieces = [_rows(getattr(batch, name), own, num_rows(batch)) for batch, own in parts]
-        found[name] = tuple(_concatenated(values) for values in zip(*pieces, strict=True))
-    return Minibatch(**found)
+    found: list[Values] = []
+    for field in fields(Minibatch):
+        pieces = [_rows(getattr(batch, field.name), own, num_rows(batch)) for batch, own in parts]
+        found.append(tuple(_concatenated(values) for values in zip(*pieces, strict=True)))
+    return Minibatch(*found)
 
 
 def _concatenated(values: tuple[Any, ...]) -> Any:

@@ -65,7 +65,8 @@ class _Search:
         for low, high in itertools.pairwise([start, *places, stop]):
             inside = {value for place in range(low + 1, high) for value in crossing[place - start]} - carried
             if sum(self.is_weighted[low:high]) > _LARGEST and inside:
-                longest = max(inside, key=lambda value: (self._span_of_life(value), -self.flow.position[value]))
+                life = {value: self._lives[value][1] - self._lives[value][0] for value in inside}
+                longest = max(inside, key=lambda value: (life[value], -self.flow.position[value]))
                 yield from self.regions(low, high, carried | {longest})
             else:
                 yield low, high
@@ -146,10 +147,6 @@ class _Search:
         shared = crossing & self._written
         return not any(len(self.flow.shares(value) & shared) > 1 for value in shared)
 
-    def _span_of_life(self, value: fx.Node) -> int:
-        first, last = self._lives[value]
-        return last - first
-
     # --- what belongs together
 
     def _has_matrix(self, node: fx.Node) -> bool:
@@ -162,9 +159,7 @@ class _Search:
         return any(_is_matrix(self.graph_module, str(source.target)) for source in read)
 
     def _repeated_modules(self) -> list[str]:
-        """The outermost modules in a container that do not themselves hold a container of several modules of one
-        kind.
-        """
+        """The outermost modules in a container that hold no container of several modules of one kind themselves."""
         source = getattr(self.graph_module, "source", None)
         if source is None:
             return []
@@ -172,12 +167,7 @@ class _Search:
         found: list[str] = []
         for path, module in source.named_modules():
             is_below = any(path.startswith(f"{other}.") for other in found)
-            if (
-                path in called
-                or is_below
-                or isinstance(module, _CONTAINERS)
-                or not any(True for _ in module.children())
-            ):
+            if path in called or is_below or not _is_composed(module):
                 continue
             parent = source.get_submodule(path.rpartition(".")[0]) if path else None
             if isinstance(parent, _CONTAINERS) and not _holds_repeated(module, path, called):
@@ -192,16 +182,15 @@ def _holds_repeated(module: nn.Module, path: str, called: set[str]) -> bool:
     """Whether a container inside holds several modules of one class that are larger than a layer."""
     for inner, container in module.named_modules():
         if isinstance(container, _CONTAINERS) and f"{path}.{inner}" not in called:
-            kinds = Counter(
-                type(child)
-                for name, child in container.named_children()
-                if f"{path}.{inner}.{name}" not in called
-                and not isinstance(child, _CONTAINERS)
-                and any(True for _ in child.children())
-            )
+            own = (child for name, child in container.named_children() if f"{path}.{inner}.{name}" not in called)
+            kinds = Counter(type(child) for child in own if _is_composed(child))
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
 
 
 def _is_matrix(graph_module: fx.GraphModule, target: str) -> bool:

@@ -5,6 +5,7 @@ It does not depend on quantization or pruning: the caller defines the learned pa
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.samples import BlockSamples, Minibatch
 from sparsebit.execution.distributed import gather, is_distributed
 from sparsebit.graph.values.nested import tensors_of
+from sparsebit.option_fields import check_options, option
 from sparsebit.progress import note
 
 Decay = Literal["constant", "linear", "cosine"]
@@ -38,20 +40,15 @@ class BlockTraining:
     than the best one before; 0: never. `bf16`: the forward in bfloat16, on a GPU.
     """
 
-    steps: int = 500
-    batch_size: int = 32
+    steps: int = option(500, "steps of the optimizer", least=1)
+    batch_size: int = option(32, "samples of a step", least=1)
     seed: int = 0
-    float_share: float = 0.0
-    patience: int = 0
+    float_share: float = option(0.0, "share of float inputs", least=0, most=1)
+    patience: int = option(0, "tenths of the steps without a better loss", least=0)
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise ConfigError(f"steps={self.steps}, batch_size={self.batch_size}: allowed: 1 or more")
-        if not 0 <= self.float_share <= 1:
-            raise ConfigError(f"float_share={self.float_share}: a share of the inputs; allowed: 0 to 1")
-        if self.patience < 0:
-            raise ConfigError(f"patience={self.patience}: allowed: 0 (no early stop) or more")
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -95,11 +92,14 @@ def train_block(
     watch = _Watch(training)
     for step in range(training.steps):
         progress = step / training.steps
-        _set_rates(optimizer, groups, progress)
+        for own_rate, group in zip(optimizer.param_groups, groups, strict=True):
+            own_rate["lr"] = group.lr * decayed(group.decay, progress)
         before_step()
         batch = next(stream)
         with _autocast(batch, training.bf16):
-            outputs = data.run(_inputs(batch, training.float_share, generator))
+            share = training.float_share
+            inputs = mix(batch.inputs, batch.float_inputs, share, generator) if batch.float_inputs else batch.inputs
+            outputs = data.run(inputs)
             found = distance(outputs, batch.targets, batch.extras)
         extra_loss = penalty(progress)
         loss = found if extra_loss is None else found + extra_loss
@@ -109,8 +109,7 @@ def train_block(
             own.grad = torch.zeros_like(own) if gradient is None else gradient.to(own.dtype)
         _average(learned)
         optimizer.step()
-        _clamp(groups)
-        _write(parameters, learned)
+        _write(parameters, groups)
         if watch.is_over(step, float(found.detach()), data.block.name):
             break
     for own in learned:
@@ -143,20 +142,16 @@ def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tens
     `extras`: one weight for each element of each output, in the outputs' structure (Fisher information); without them
     all have the same weight.
     """
-    total: Tensor | None = None
-    weights = tensors_of(extras)
+    found, weights = [], tensors_of(extras)
     for index, (output, target) in enumerate(zip(tensors_of(outputs), tensors_of(targets), strict=True)):
-        if not output.is_floating_point():
-            continue
-        error = (output.float() - target.float()).square()
-        energy = target.float().square()
-        if weights:
-            error, energy = error * weights[index], energy * weights[index]
-        found = error.sum() / energy.sum().clamp_min(1e-20)
-        total = found if total is None else total + found
-    if total is None:
+        if output.is_floating_point():
+            error, energy = (output.float() - target.float()).square(), target.float().square()
+            if weights:
+                error, energy = error * weights[index], energy * weights[index]
+            found.append(error.sum() / energy.sum().clamp_min(1e-20))
+    if not found:
         raise CalibrationError("the block has no float output, so there is nothing to compare")
-    return total
+    return functools.reduce(torch.add, found)
 
 
 class _Watch:
@@ -169,13 +164,13 @@ class _Watch:
 
     def is_over(self, step: int, loss: float, name: str) -> bool:
         if not math.isfinite(loss):
-            if step == 0:  # nothing has been learned yet
-                raise CalibrationError(
-                    f"block {name!r}: the loss is {loss} before anything is learned: the block's inputs, its float "
-                    "outputs or its weights are not finite; look for NaN and infinity in the calibration data and in "
-                    "the model"
+            why = f"the loss became {loss} in step {step}; lower the learning rate"
+            if step == 0:
+                why = (
+                    f"the loss is {loss} before anything is learned: the block's inputs, its float outputs or its "
+                    "weights are not finite; look for NaN and infinity in the calibration data and in the model"
                 )
-            raise CalibrationError(f"block {name!r}: the loss became {loss} in step {step}; lower the learning rate")
+            raise CalibrationError(f"block {name!r}: {why}")
         self._sum += loss
         if (step + 1) % self._window:
             return False
@@ -199,9 +194,12 @@ def _in_float32(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
 
 
 @torch.no_grad()
-def _write(parameters: Sequence[Tensor], learned: Sequence[Tensor]) -> None:
-    """Copy the learned values into the parameters."""
-    for parameter, own in zip(parameters, learned, strict=True):
+def _write(parameters: Sequence[Tensor], groups: Sequence[ParameterGroup]) -> None:
+    """Clamp the learned values, and copy them into the parameters."""
+    learned = [(own, group) for group in groups for own in group.parameters]
+    for parameter, (own, group) in zip(parameters, learned, strict=True):
+        if group.lowest > -math.inf or group.highest < math.inf:
+            own.clamp_(group.lowest, group.highest)
         if own is not parameter:
             parameter.copy_(own)
 
@@ -214,28 +212,11 @@ def _optimizer(groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
     )
 
 
-def _set_rates(optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], progress: float) -> None:
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        own["lr"] = group.lr * decayed(group.decay, progress)
-
-
 def decayed(decay: Decay, progress: float) -> float:
     """The factor of a learning rate, from 1 to 0."""
     if decay == "constant":
         return 1.0
     return 1 - progress if decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-
-
-@torch.no_grad()
-def _clamp(groups: Sequence[ParameterGroup]) -> None:
-    for group in groups:
-        if group.lowest > -math.inf or group.highest < math.inf:
-            for parameter in group.parameters:
-                parameter.clamp_(group.lowest, group.highest)
-
-
-def _inputs(batch: Minibatch, float_share: float, generator: torch.Generator) -> Values:
-    return mix(batch.inputs, batch.float_inputs, float_share, generator) if batch.float_inputs else batch.inputs
 
 
 def _autocast(batch: Minibatch, bf16: bool) -> Any:
@@ -246,11 +227,10 @@ def _autocast(batch: Minibatch, bf16: bool) -> Any:
 @torch.no_grad()
 def _average(parameters: Sequence[Tensor]) -> None:
     """The gradients of all ranks, averaged."""
-    if not is_distributed():
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.reshape(gradient.shape))
+    if is_distributed():
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.reshape(gradient.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import weakref
@@ -21,16 +22,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 def default_memory_budget() -> int:
     """The default number of bytes of values in memory: half of the free memory, at least 1 GiB, at most 8 GiB."""
-    return min(max(_free_bytes() // 2, 1024 * MIB), 8192 * MIB)
-
-
-def _free_bytes() -> int:
-    """Free memory of the host; 0, if it is not known."""
-    try:
+    free = 0
+    with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return 0
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min(max(free // 2, 1024 * MIB), 8192 * MIB)
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,11 @@ class SharedData:
         if self.host_bytes + size <= self.host_budget:
             self.host_bytes += size
             return _Stored(_alone(_on_host(tensor), size), device, size)
-        path = self._new_path()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="sparsebit-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._count += 1
+        path = self._folder / f"{self._count}.pt"
         torch.save(_alone(tensor.cpu(), size), path)
         written = path.stat().st_size
         self.disk_bytes += written
@@ -108,13 +108,6 @@ class SharedData:
             self.host_bytes -= stored.size
         else:
             self.device_bytes -= stored.size
-
-    def _new_path(self) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="sparsebit-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._count += 1
-        return self._folder / f"{self._count}.pt"
 
 
 def _alone(tensor: Tensor, size: int) -> Tensor:

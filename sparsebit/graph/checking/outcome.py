@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
-from sparsebit.graph.state.state import states_of
+from sparsebit.graph.state.state import PythonRandomness, states_of, tensors_inside
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
@@ -36,19 +35,19 @@ class Outcome:
 
     def difference(self, expected: Outcome) -> str | None:
         """A sentence on the first difference; None if there is none."""
-        found = difference(self.output, expected.output)
-        for index in sorted(self.written | expected.written) if not found else ():
-            found = found or difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
-        for name in sorted({*self.buffers, *expected.buffers}) if not found else ():
-            if name not in self.buffers or name not in expected.buffers:
-                wrong = "is written" if name in self.buffers else "is not written"
-                found = found or f"the buffer {name} {wrong}"
+        return next(filter(None, self._differences(expected)), None)
+
+    def _differences(self, expected: Outcome) -> Iterator[str | None]:
+        yield difference(self.output, expected.output)
+        for index in sorted(self.written | expected.written):
+            yield difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
+        for name in sorted({*self.buffers, *expected.buffers}):
+            if name in self.buffers and name in expected.buffers:
+                yield difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
             else:
-                found = found or difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
-        for name, gradient in expected.gradients.items() if not found else ():
-            if name in self.gradients:
-                found = found or difference(self.gradients[name], gradient, f"the gradient of {name}", slack=10.0)
-        return found
+                yield f"the buffer {name} is {'' if name in self.buffers else 'not '}written"
+        for name in [name for name in expected.gradients if name in self.gradients]:
+            yield difference(self.gradients[name], expected.gradients[name], f"the gradient of {name}", slack=10.0)
 
 
 class Notes:
@@ -62,10 +61,9 @@ class Notes:
 
     def outcome(self, output: Any) -> Outcome:
         written = frozenset(i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.before[i])
-        changed = {
-            name: buffer.detach().clone() for name, buffer in self.buffers().items() if self._wrote(name, buffer)
-        }
-        return Outcome(output, tuple(self.tensors), written, changed)
+        changed = {name: buffer for name, buffer in self.buffers().items() if self._wrote(name, buffer)}
+        copies = {name: buffer.detach().clone() for name, buffer in changed.items()}
+        return Outcome(output, tuple(self.tensors), written, copies)
 
     def _wrote(self, name: str, buffer: Tensor) -> bool:
         was = self.held.get(name)
@@ -139,26 +137,27 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
 
 
 class Snapshot:
-    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now; parameters
-    too, where a forward may write into them.
-    """
+    """The buffers, attributes and modes of the roots' modules, and the tensors of a call; parameters if code writes."""
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
-        self.states = [state for module in _modules_of(roots) for state in states_of(module, inside=False)]
-        attributes = [value for state in self.states for value in state.attributes.values()]
-        written = [*tensors_of(call), *(value for value in attributes if isinstance(value, Tensor))]
+        modules = _modules_of(roots)
+        self.states = [state for module in modules for state in states_of(module, inside=False)]
+        attributes = (value for state in self.states for value in state.attributes.values())
+        written = [*tensors_of(call), *(tensor for value in attributes for tensor in tensors_inside(value))]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
-        # Of buffers torch does not count all writes: not those of batch norms.
-        buffers = [buffer for state in self.states for buffer in state.registries["_buffers"].values()]
-        kept = [buffer for buffer in buffers if buffer is not None]
-        if any(map(may_write_parameters, roots)):  # `.data` hides its writes
-            kept += [p for state in self.states for p in state.registries["_parameters"].values() if p is not None]
+        # Of buffers torch does not count all writes: not those of batch norms. `.data` hides its writes.
+        kept = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+        if any(map(may_write_parameters, roots)):
+            kept += [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        self.script_modes = [(part, part.training) for part in modules if isinstance(part, torch.jit.ScriptModule)]
         self.values |= {id(tensor): (tensor, None, tensor.detach().clone()) for tensor in kept}
 
     def restore(self) -> None:
         """Put everything back, in place."""
         for state in self.states:
             state.restore()
+        for part, training in self.script_modes:
+            part.training = training
         with torch.no_grad():
             for tensor, version, value in self.values.values():
                 is_counted = version is not None and _version(tensor) != version
@@ -190,20 +189,13 @@ def state_kept(*roots: nn.Module) -> Iterator[None]:
 
 def tensor_at(module: nn.Module, path: str) -> Tensor | None:
     """The parameter or buffer of that name, in a model whose modules may be wrapped."""
-    found = _at(module, path)
+    root: Any = module
+    found = functools.reduce(lambda part, name: getattr(part, name, None), path.split("."), root)
     return found if isinstance(found, Tensor) else None
 
 
-def _at(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
-
-
 def _version(tensor: Tensor) -> Any:
-    """A value that changes with every write into the tensor; for inference tensors, which have no counter, their
-    values.
-    """
+    """A value that changes with every write into the tensor. Inference tensors have no counter: their values."""
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
 
 
@@ -220,9 +212,8 @@ class _Values:
         self.values = values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Values) and bool(
-            torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
-        )
+        assert isinstance(other, _Values)
+        return torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -235,16 +226,13 @@ class Randomness:
 
     @classmethod
     def now(cls) -> Randomness:
-        numpy = sys.modules.get("numpy")
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        return cls((torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, cuda))
+        return cls((torch.get_rng_state(), PythonRandomness(), cuda))
 
     def restore(self) -> None:
-        own, python, numpy_state, cuda = self.states
+        own, python, cuda = self.states
         torch.set_rng_state(own)
-        random.setstate(python)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        python.restore()
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

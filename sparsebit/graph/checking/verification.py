@@ -94,11 +94,8 @@ class Reference:
                 stack.enter_context(watch.on(path, module.get_submodule(path)))
             module(*call[0], **call[1])
         found = watch.found
-        return {
-            path: why
-            for path, why in found.items()
-            if not any(other != path and is_within(other, path) for other in found)
-        }
+        outer = {path for path in found if any(other != path and is_within(other, path) for other in found)}
+        return {path: why for path, why in found.items() if path not in outer}
 
 
 class _Watch:

@@ -44,8 +44,8 @@ class Families:
 
 def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
     """The inputs whose memory the node's value may share."""
-    if node.op == "call_module":
-        module = module_of(node, root)
+    module = module_of(node, root)
+    if module is not None:
         of_torch = type(module).__module__.startswith("torch.nn.")
         if isinstance(module, _PASSING) or not of_torch or getattr(module, "inplace", False) is True:
             yield from node.all_input_nodes
@@ -67,16 +67,18 @@ def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
         return None
     if isinstance(out := node.kwargs.get("out"), fx.Node):
         return out
-    source = node.args[0] if node.args else node.kwargs.get("input")
-    return source if isinstance(source, fx.Node) and _writes(node, root) else None
+    source, module = node.args[0] if node.args else node.kwargs.get("input"), module_of(node, root)
+    if module is not None:
+        is_write = any(getattr(part, "inplace", False) is True for part in module.modules())
+    else:
+        is_write = writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
+    return source if isinstance(source, fx.Node) and is_write else None
 
 
 def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
     """The values that the node may write into: the overwritten one, or the arguments of code outside the graph."""
-    known = overwritten(node, root)
-    if node.op == "call_module":
-        module = module_of(node, root)
-        assert module is not None
+    known, module = overwritten(node, root), module_of(node, root)
+    if module is not None:
         is_hidden = not type(module).__module__.startswith("torch.nn.") and module_may_write(module)
     else:
         is_hidden = is_users_function(node) and function_may_write(cast("FunctionType", node.target))
@@ -88,14 +90,6 @@ def is_users_function(node: fx.Node) -> bool:
     function = node.target
     is_function = node.op == "call_function" and isinstance(function, FunctionType)
     return is_function and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
-
-
-def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
-    if node.op == "call_module":
-        module = module_of(node, root)
-        assert module is not None
-        return any(getattr(part, "inplace", False) is True for part in module.modules())
-    return writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
 
 
 def writes_by_name(target: Any) -> bool:
@@ -138,9 +132,6 @@ def writes_through_data(graph_module: fx.GraphModule) -> bool:
         elif any(source in views for source in may_alias(node, graph_module)):
             views.add(node)
     return False
-
-
-# --- views, by torch's own schemas
 
 
 # What the schemas do not say: attributes, conversions to the type or form that a tensor has already, dropout in eval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
@@ -14,19 +15,12 @@ class OfSource(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are set on the traced module, whose code reads them; the graph holds plain values as constants."""
-        traced: tuple[nn.Module, list[str]] | None = self.__dict__.get(_TRACED)
-        is_own = (
-            name in GRAPH_MODULE_NAMES
-            or isinstance(value, nn.Module)
-            or (name in self.__dict__ and not _shows(traced, name))
-        )
-        if traced is None or is_own or name in (*self._parameters, *self._buffers, *self._modules):
-            super().__setattr__(name, value)
-            return
-        module, new_names = traced
-        is_method = name not in vars(module) and callable(getattr(module, name, None))
-        is_new = is_method or not hasattr(module, name)
-        if is_new and isinstance(value, Tensor):
+        module, new_names = self.__dict__.get(_TRACED, (None, []))
+        is_own = module is None or name in GRAPH_MODULE_NAMES or isinstance(value, nn.Module)
+        is_own = is_own or (name in self.__dict__ and not hasattr(module, name))
+        is_own = is_own or name in (*self._parameters, *self._buffers, *self._modules)
+        is_new = not is_own and (_is_method(module, name) or not hasattr(module, name))
+        if is_own or (is_new and isinstance(value, Tensor)):
             super().__setattr__(name, value)
             return
         new_names += [name] if is_new else []
@@ -35,14 +29,12 @@ class OfSource(nn.Module):
             self.__dict__[name] = value
 
 
-def _shows(traced: tuple[nn.Module, list[str]] | None, name: str) -> bool:
-    return traced is not None and hasattr(traced[0], name)
+def _is_method(module: nn.Module, name: str) -> bool:
+    return name not in vars(module) and callable(getattr(module, name, None))
 
 
 def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str]) -> None:
-    """From now on `module` also has the plain attributes of `traced`. `new_names` collects attributes that are set and
-    that `traced` did not have.
-    """
+    """`module` gets the plain attributes of `traced`; `new_names` those that are set and that `traced` did not have."""
     # As values: a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
     for name, value in vars(traced).items():
         if not (hasattr(module, name) or isinstance(value, (nn.Module, Tensor)) or callable(value)):
@@ -63,34 +55,24 @@ class CapturedBlock(OfSource):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{self._place}: the block cannot be called by itself. It was captured as part of a graph, which calls the "
-            "layers of the block directly. Call the whole model, or a layer of the block"
+            f"{_place(self)}: the block cannot be called by itself. It was captured as part of a graph, which calls "
+            "the layers of the block directly. Call the whole model, or a layer of the block"
         )
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("register_forward_hook")
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("register_forward_pre_hook")
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("register_full_backward_hook")
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("register_full_backward_pre_hook")
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("register_backward_hook")
-
-    @property
-    def _place(self) -> str:
-        return str(self.__dict__.get(_PATH, "a block"))
-
-    def _refuse(self, method: str) -> NoReturn:
-        refuse_hook(f"{self._place}.{method}")
 
 
 _PATH = "_captured_path"
+
+
+def _place(block: nn.Module) -> str:
+    return str(block.__dict__.get(_PATH, "a block"))
+
+
+def _refusing(method: str) -> Callable[..., NoReturn]:
+    return lambda self, *args, **kwargs: refuse_hook(f"{_place(self)}.{method}")
+
+
+for _method in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
+    setattr(CapturedBlock, f"register_{_method}_hook", _refusing(f"register_{_method}_hook"))
 
 
 def mark_block(module: nn.Module, path: str) -> None:

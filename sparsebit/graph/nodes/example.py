@@ -8,7 +8,6 @@ fails for a call, that call runs the module's own code instead.
 from __future__ import annotations
 
 import dis
-import inspect
 import logging
 import operator
 import sys
@@ -129,11 +128,11 @@ def forget_values(graph: fx.Graph) -> None:
     """Keep only shape and type of every example tensor, since the graph is kept longer than the example."""
     for node in graph.nodes:
         if "example" in node.meta:
-            node.meta["example"] = map_nested(torch.Tensor, _outline, node.meta["example"])
-
-
-def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            node.meta["example"] = map_nested(
+                torch.Tensor,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"),
+                node.meta["example"],
+            )
 
 
 # Attributes of a tensor that code compares with None.
@@ -178,7 +177,7 @@ class _Answers:
             return iter(self._keys(value))
         if isinstance(value, (Sequence, torch.Tensor)) and not isinstance(value, str):
             return iter([self[index] for index in range(len(self))])  # type: ignore[index]
-        wanted = _unpacked_into(inspect.currentframe())
+        wanted = _unpacked_into(sys._getframe(1))
         if wanted is None:
             raise fx_proxy.TraceError("iterates over a traced value")
         return iter([self[index] for index in range(wanted)])  # type: ignore[index]
@@ -195,8 +194,7 @@ class _Answers:
     def __int__(self) -> int:
         return int(self._number(int))
 
-    def __index__(self) -> int:
-        return int(self._number(int))
+    __index__ = __int__
 
     def __float__(self) -> float:
         return float(self._number(float))
@@ -241,10 +239,7 @@ class _Answers:
 
 
 def _inplace_method(inplace: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        return self.tracer.write(inplace, self, other)
-
-    return method
+    return lambda self, other: self.tracer.write(inplace, self, other)
 
 
 # torch.fx treats `x += y` as `x = x + y`; code that holds the same tensor by another name would not see the write.
@@ -278,21 +273,16 @@ def reads_class(frame: types.FrameType) -> bool:
     code = frame.f_code
     if "__class__" not in code.co_names or (is_ours(code.co_filename) and not code.co_filename.startswith("<")):
         return False
-    current = next((i for i in dis.get_instructions(code) if i.offset == frame.f_lasti), None)
-    return current is not None and current.opname == "LOAD_ATTR" and current.argval == "__class__"
+    return _running(frame) == ("LOAD_ATTR", "__class__")
 
 
-def _unpacked_into(frame: types.FrameType | None) -> int | None:
-    """How many names the caller unpacks the value into (`b, n, c = x.shape`); None where it does not unpack."""
-    caller = frame.f_back if frame is not None else None
-    if caller is None:
-        return None
-    current = next((i for i in dis.get_instructions(caller.f_code) if i.offset == caller.f_lasti), None)
-    return int(current.argval) if current is not None and current.opname == "UNPACK_SEQUENCE" else None
+def _unpacked_into(frame: types.FrameType) -> int | None:
+    """How many names the frame's code unpacks a value into (`b, n, c = x.shape`); None where it does not unpack."""
+    name, value = _running(frame)
+    return int(value) if name == "UNPACK_SEQUENCE" else None
 
 
-def set_training(root: nn.Module, flag: Any) -> None:
-    """Every module's `training` becomes `flag`, which need not be a bool."""
-    for module in root.modules():
-        if "training" in module.__dict__:
-            module.__dict__["training"] = flag
+def _running(frame: types.FrameType) -> tuple[str, Any]:
+    """Name and argument of the frame's current instruction."""
+    found = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+    return next(((i.opname, i.argval) for i in found), ("", None))

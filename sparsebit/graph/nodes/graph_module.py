@@ -84,9 +84,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
             self.keep_uncalled()
 
     def keep_uncalled(self) -> None:
-        """Hold the source's modules and tensors that the graph does not read, from now on: the source's own code, which
-        runs where the graph does not cover a call, may read them.
-        """
+        """From now on hold the modules and tensors that only the source's own code reads, which may run too."""
         self.__dict__["_keeps_uncalled"] = True
         _hold(self, self.source, {id(tensor) for tensor in _tensors_of(self)})
         new_names = self.meta.setdefault("new_attributes", [])
@@ -140,7 +138,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
             module = child
 
     def _read_namespaces(self) -> set[str]:
-        return {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
+        return {str(node.target).rpartition(".")[0] for node in self.graph.find_nodes(op="get_attr")}
 
     def _follow_modes(self) -> None:
         modes = {path: module.training for path, module in self.source.named_modules(remove_duplicate=False)}
@@ -217,7 +215,7 @@ def share_registries(module: nn.Module, owner: nn.Module) -> None:
 
 def _hold(block: nn.Module, source: nn.Module, held: set[int]) -> None:
     """Register in `block` the parts of `source` with tensors that are not among those `held` (by id)."""
-    if any(id(tensor) not in held for tensor in _own_tensors_of(source)):
+    if any(id(tensor) not in held for tensor in _tensors_of(source, inside=False)):
         share_registries(block, source)
     for name, child in source._modules.items():
         filed = _filed_path(name, is_module=True) if isinstance(block, CapturedGraph) else name
@@ -230,16 +228,13 @@ def _hold(block: nn.Module, source: nn.Module, held: set[int]) -> None:
             block._modules[filed] = child
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def _tensors_of(module: nn.Module, *, inside: bool = True) -> list[Tensor]:
     """The parameters and buffers of the module and of all inside, but for modules that compute nothing any more."""
-    if isinstance(module, Absorbed):
+    if inside and isinstance(module, Absorbed):
         return []
-    inside = [tensor for child in module._modules.values() if child is not None for tensor in _tensors_of(child)]
-    return [*_own_tensors_of(module), *inside]
-
-
-def _own_tensors_of(module: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    children = [child for child in module._modules.values() if child is not None and inside]
+    return [*own, *(tensor for child in children for tensor in _tensors_of(child))]
 
 
 @dataclass(frozen=True)
@@ -253,11 +248,8 @@ def _to_rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """The nodes as plain values, in order."""
     number = {node: index for index, node in enumerate(graph.nodes)}
 
-    def refer(item: Any) -> Any:
-        return _Reference(number[item]) if isinstance(item, fx.Node) else item
-
     def plain(arguments: Any) -> Any:
-        return map_aggregate(arguments, refer)
+        return fx.map_arg(arguments, lambda node: _Reference(number[node]))  # type: ignore[arg-type, return-value]
 
     return [
         (node.op, node.target, plain(node.args), plain(node.kwargs), node.name, node.type, node.meta.get(NAME_KEY))

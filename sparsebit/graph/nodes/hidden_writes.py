@@ -5,19 +5,16 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import sys
 import textwrap
 from functools import cache, lru_cache
-from types import CellType, CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
-
-_MAX_FUNCTIONS = 300
-_LIBRARIES = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
+from sparsebit.graph.values.code import MAX_FUNCTIONS, closed_over, is_foreign, names_in
 
 
 def module_may_write(module: nn.Module) -> bool:
@@ -31,9 +28,7 @@ def code_may_write(model: nn.Module) -> bool:
 
 
 def function_may_write(function: Any) -> bool:
-    """Whether a call of a user's function may write into its arguments. Functions that it calls by name count too, with
-    the arguments that they get.
-    """
+    """Whether a call of a user's function, or one that it calls by name, may write into the function's arguments."""
     return _may_write(function) or any(map(_writes_into_arguments, _called_by_name(function)))
 
 
@@ -65,24 +60,14 @@ def _class_may_write(kind: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _class_may_train(kind: Any) -> bool:
-    own = _own_functions(kind)
-    return any(_may_write_parameters(function, _self(function)) for function in own) or any(
-        map(_may_train, _run_by_forward(kind))
-    )
+    return any(map(_may_write_parameters, _own_functions(kind))) or any(map(_may_train, _run_by_forward(kind)))
 
 
 @lru_cache(maxsize=4096)
 def _may_train(function: FunctionType) -> bool:
     """Whether the function, or one that it calls by a name, may write into parameters."""
     helpers = _called_by_name(function)
-    return _may_write_parameters(function, _self(function)) or any(
-        _may_write_parameters(helper, _arguments(helper)) for helper in helpers
-    )
-
-
-def _self(function: FunctionType) -> set[str]:
-    """The name of the first argument."""
-    return set(function.__code__.co_varnames[:1])
+    return _may_write_parameters(function) or any(_may_write_parameters(one, _arguments(one)) for one in helpers)
 
 
 def _run_by_forward(kind: Any) -> list[FunctionType]:
@@ -90,7 +75,7 @@ def _run_by_forward(kind: Any) -> list[FunctionType]:
     functions = _own_functions(kind)
     found = {function for function in functions if function.__name__ in ("forward", "__call__")}
     while True:
-        names = set[str]().union(*(_names(function.__code__) for function in found))
+        names = set[str]().union(*(names_in(function.__code__) for function in found))
         more = {function for function in functions if function.__name__ in names} - found
         if not more:
             return list(found)
@@ -101,10 +86,10 @@ def _called_by_name(function: FunctionType) -> list[FunctionType]:
     """The user's functions, in globals and closures, that the function's code names, and those that these name."""
     found: dict[int, FunctionType] = {}
     waiting = [function]
-    while waiting and len(found) < _MAX_FUNCTIONS:
+    while waiting and len(found) < MAX_FUNCTIONS:
         caller = waiting.pop()
-        cells = (cell.cell_contents for cell in caller.__closure__ or () if cell != CellType())
-        for value in (*(caller.__globals__.get(name) for name in _names(caller.__code__)), *cells):
+        named_globals = (caller.__globals__.get(name) for name in names_in(caller.__code__))
+        for value in (*named_globals, *closed_over(caller)):
             named = _function(value)
             if named is not None and id(named) not in found and named is not function:
                 found[id(named)] = named
@@ -112,27 +97,18 @@ def _called_by_name(function: FunctionType) -> list[FunctionType]:
     return list(found.values())
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
 def _function(value: Any) -> FunctionType | None:
     """The user's function that a value is, or whose method or partial application it is."""
     value = value.func if isinstance(value, functools.partial) else value
     value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
-    is_users = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _LIBRARIES
-    return value if is_users else None
+    return value if isinstance(value, FunctionType) and not is_foreign(value) else None
 
 
 def _held_functions(parts: list[nn.Module]) -> list[FunctionType]:
     """The user's functions that the modules hold as attributes and hooks."""
-    held = (_function(value) for part in parts for value in (*vars(part).values(), *_hooks(part)))
+    registries = (registry for part in parts for registry in (vars(part), part._forward_hooks, part._forward_pre_hooks))
+    held = (_function(value) for registry in registries for value in registry.values())
     return [function for function in held if function is not None]
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def _arguments(function: FunctionType) -> set[str]:
@@ -159,9 +135,9 @@ def _writes_into_arguments(function: FunctionType) -> bool:
     return tree is not None and any(_is_write(node) and _is_written_in(node, own) for node in ast.walk(tree))
 
 
-def _may_write_parameters(function: FunctionType, own: set[str]) -> bool:
-    """Whether the function's own code may; `own`: the names of the arguments that may hold parameters."""
-    tree = _tree_of(function)
+def _may_write_parameters(function: FunctionType, own: set[str] | None = None) -> bool:
+    """Whether the function's own code may; `own`: the names of the arguments that may hold parameters (`self`)."""
+    own, tree = set(function.__code__.co_varnames[:1]) if own is None else own, _tree_of(function)
     if tree is None:
         return True
     writes = [node for node in ast.walk(tree) if _is_write(node)]
@@ -183,9 +159,7 @@ _PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters"
 
 
 def _is_written_in(node: Any, own: set[str]) -> bool:
-    """Whether the write may go into something that `self` holds, judged by that line alone; plain counters count
-    too.
-    """
+    """Whether the write may go into something that an argument holds, judged by that line alone; counters too."""
     if isinstance(node, ast.AugAssign):
         places: list[Any] = [node.target]
     elif isinstance(node, ast.Assign):
@@ -209,21 +183,15 @@ def _is_write(node: Any) -> bool:
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     by_name = name.endswith("_") and not name.endswith("__")
-    by_flag = any(keyword.arg in ("out", "inplace") for keyword in node.keywords)
-    return by_name or by_flag or _is_flagged(node, name)
-
-
-def _is_flagged(call: ast.Call, name: str) -> bool:
-    """Whether a function of torch.nn.functional takes `inplace` by position."""
-    place = _inplace_places().get(name)
-    if place is None or len(call.args) <= place:
-        return False
-    flag = call.args[place]
-    return not isinstance(flag, ast.Constant) or bool(flag.value)
+    if by_name or any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+        return True
+    place = _inplace_places().get(name, len(node.args))
+    return any(not isinstance(flag, ast.Constant) or bool(flag.value) for flag in node.args[place : place + 1])
 
 
 @cache
 def _inplace_places() -> dict[str, int]:
+    """The functions of torch.nn.functional that take `inplace`, and at which position."""
     functions = ((name, function) for name, function in vars(F).items() if isinstance(function, FunctionType))
     parameters = {name: list(inspect.signature(function).parameters) for name, function in functions}
     return {name: names.index("inplace") for name, names in parameters.items() if "inplace" in names}

@@ -5,7 +5,6 @@ A draw is a side effect even if its result is not read: it changes the random nu
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Iterator
 from functools import cache, lru_cache
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from sparsebit.graph.values.code import closed_over, names_in
 
 _LAYOUT = frozenset(("is_contiguous", "stride", "as_strided"))
 
@@ -58,12 +59,9 @@ def _forward_of(kind: Any) -> Any:
 def _drawing() -> frozenset[str]:
     """The names of all ops that torch says use a generator."""
     ops = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::"))
-    return frozenset(op.name.removeprefix("aten::") for op in ops if _is_seeded(op.name, op.overload_name))
-
-
-def _is_seeded(name: str, overload: str) -> bool:
-    found = torch._C._get_operation_overload(name, overload)
-    return found is not None and torch.Tag.nondeterministic_seeded in found[2]
+    tagged = ((op.name, torch._C._get_operation_overload(op.name, op.overload_name)) for op in ops)
+    seeded = torch.Tag.nondeterministic_seeded
+    return frozenset(name.removeprefix("aten::") for name, found in tagged if found is not None and seeded in found[2])
 
 
 @lru_cache(maxsize=4096)
@@ -71,27 +69,19 @@ def _reaches(function: types.FunctionType, ops: frozenset[str]) -> bool:
     """Whether the function's code, or code that it calls by name, names one of these ops."""
     waiting, seen = [function], {function}
     for one in waiting:
-        if not ops.isdisjoint(_names(one.__code__)):
+        if not ops.isdisjoint(names_in(one.__code__)):
             return True
-        for other in _called(one):
-            if other not in seen:
-                seen.add(other)
-                waiting.append(other)
+        more = set(_called(one)) - seen
+        seen |= more
+        waiting += more
     return False
 
 
 def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
     """The functions that the code can reach by name (`f(x)`, `F.f(x)`) or closes over."""
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     reached = [function.__globals__[name] for name in names & function.__globals__.keys()]
     modules = [vars(value) for value in reached if isinstance(value, types.ModuleType)]
     reached += [module[name] for module in modules for name in names & module.keys()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            reached.append(cell.cell_contents)
+    reached += closed_over(function)
     yield from (value for value in reached if isinstance(value, types.FunctionType))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))

@@ -10,6 +10,7 @@ from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.ops.op_rows import ROWS, OpRow
 
 
@@ -30,8 +31,8 @@ _BY_NAME: dict[str, OpRow] = {name: row for row in ROWS for name in row.names}
 
 def row_of(node: fx.Node, root: fx.GraphModule) -> OpRow | None:
     """The row of a graph node; None for an op that is not registered."""
-    if node.op == "call_module":
-        return row_of_module(root.get_submodule(str(node.target)))
+    if (module := module_of(node, root)) is not None:
+        return row_of_module(module)
     if node.op in ("call_function", "call_method"):
         return QMODULE_MAP.get(node.target) or row_of_name(getattr(node.target, "__name__", ""))
     return None
@@ -50,43 +51,24 @@ def row_of_name(name: str) -> OpRow | None:
     return _BY_NAME.get(name)
 
 
-_GRID_KEEPERS = frozenset(
-    {
-        "max_pool",
-        "adaptive_max_pool",
-        "flatten",
-        "unflatten",
-        "reshape",
-        "permute",
-        "squeeze",
-        "chunk",
-        "getitem",
-        "expand",
-    }
-    | {"roll", "identity", "dropout"}
-)
+_GRID_KEEPERS = frozenset({
+    "max_pool", "adaptive_max_pool", "flatten", "unflatten", "reshape", "permute", "squeeze", "chunk", "getitem",
+    "expand", "roll", "identity", "dropout",
+})  # fmt: skip
 
 
 def keeps_grid(row: OpRow, node: fx.Node, root: fx.GraphModule) -> bool:
     """Whether the op only moves, repeats or selects values or adds zeros, so that its output is on its input's grid."""
+    module = module_of(node, root)
     if row.name == "upsample":
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        mode = getattr(module, "mode", None) if module is not None else node.kwargs.get("mode", "nearest")
+        mode = node.kwargs.get("mode", "nearest") if module is None else getattr(module, "mode", None)
         return bool(mode in ("nearest", "nearest-exact"))
-    if row.name == "pad":
-        return _pads_zeros(node, root)
-    return row.name in _GRID_KEEPERS
-
-
-def _pads_zeros(node: fx.Node, root: fx.GraphModule) -> bool:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
+    if row.name != "pad":
+        return row.name in _GRID_KEEPERS
+    if module is not None:
         return isinstance(module, _ConstantPadNd) and module.value == 0
-    mode, value = (
-        node.args[place] if len(node.args) > place else node.kwargs.get(name)
-        for place, name in ((2, "mode"), (3, "value"))
-    )
-    return mode in (None, "constant") and value in (None, 0, 0.0)
+    given = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
+    return given.get("mode") in (None, "constant") and given.get("value") in (None, 0, 0.0)
 
 
 def tensor_arguments(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ class PlainMultiheadAttention(nn.Module):
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         elif not unbatched and not isinstance(query, fx.Proxy) and torch.is_grad_enabled():
             # Torch's own projections read (L, N, E), a copy: later code may write into the inputs before a backward.
-            query, key, value = _copies(query, key, value)
+            copies = {id(tensor): tensor.clone() for tensor in (query, key, value)}  # the same tensor, the same copy
+            query, key, value = copies[id(query)], copies[id(key)], copies[id(value)]
         batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         q = self._split(self.q_proj(query), batch, queries) * (1.0 / math.sqrt(self.head_dim))
         k = self._split(self.k_proj(key), batch, keys)
@@ -109,7 +111,8 @@ class PlainMultiheadAttention(nn.Module):
         heads = torch.matmul(weights, v)
         if self.batch_first:
             output = self.out_proj(heads.transpose(1, 2).reshape(batch, queries, self.heads_dim))
-            output = _laid_out(output, is_fused, self.training) if self.keeps_layout else output
+            if self.keeps_layout:
+                output = _at_run_time(attention_layout, output, is_fused, self.training)
         else:
             output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(queries, batch, self.heads_dim))
         if unbatched:
@@ -123,19 +126,11 @@ class PlainMultiheadAttention(nn.Module):
         return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
 
 
-def _copies(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """A copy of each tensor; arguments that are the same tensor share one copy."""
-    copies = {id(tensor): tensor.clone() for tensor in tensors}
-    return tuple(copies[id(tensor)] for tensor in tensors)
-
-
-def _laid_out(output: Tensor, is_fused: bool, is_training: bool) -> Tensor:
-    """`attention_layout` at run time."""
-    if isinstance(output, fx.Proxy):
-        arguments = (output, is_fused, is_training)
-        laid: Tensor = output.tracer.create_proxy("call_function", attention_layout, arguments, {})
-        return laid
-    return attention_layout(output, is_fused, is_training)
+def _at_run_time(function: Callable[..., Tensor], x: Any, *rest: Any) -> Tensor:
+    """`function(x, *rest)`, as one node in a trace: what it depends on is not known there."""
+    if isinstance(x, fx.Proxy):
+        return x.tracer.create_proxy("call_function", function, (x, *rest), {})  # type: ignore[return-value]
+    return function(x, *rest)
 
 
 def attention_layout(output: Tensor, is_fused: bool, is_training: bool) -> Tensor:
@@ -165,20 +160,11 @@ class PlainTransformerEncoder(nn.TransformerEncoder):
     ) -> Tensor:
         output = src
         for layer in self.layers:
-            output = layer(
-                output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal is True
-            )
+            masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
+            output = layer(output, **masks, is_causal=is_causal is True)
         if mask is None and src_key_padding_mask is not None:
-            output = _cleared(output, src_key_padding_mask, self.layers[0].training)
+            output = _at_run_time(clear_padding, output, src_key_padding_mask, self.layers[0].training)
         return output if self.norm is None else self.norm(output)
-
-
-def _cleared(output: Tensor, padding: Tensor, is_training: bool) -> Tensor:
-    """`clear_padding` at run time: what it depends on is not known to a trace."""
-    if isinstance(output, fx.Proxy):
-        cleared: Tensor = output.tracer.create_proxy("call_function", clear_padding, (output, padding, is_training), {})
-        return cleared
-    return clear_padding(output, padding, is_training)
 
 
 def clear_padding(output: Tensor, padding: Tensor, is_training: bool) -> Tensor:
@@ -212,7 +198,7 @@ def _additive(mask: Tensor, scores: Tensor) -> Tensor:
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            setattr(linear, name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
     return linear

@@ -1,10 +1,16 @@
-"""conv / linear / transposed conv followed by batch norm -> one layer that computes the same in eval mode."""
+"""Layers followed by a batch norm -> layers that compute the same in eval mode.
+
+Three forms: conv / linear / transposed conv whose output a norm reads; convolutions whose concatenation it reads
+(MixNet); a linear layer on tokens whose flattened output it reads (LeViT).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -30,6 +36,8 @@ _NORMS: dict[type, tuple[type[nn.Module], ...]] = {
     nn.ConvTranspose2d: (nn.BatchNorm2d, nn.SyncBatchNorm),
     nn.ConvTranspose3d: (nn.BatchNorm3d, nn.SyncBatchNorm),
 }
+# Norms that only take a batch of images: axis 1 is the channel axis.
+_IMAGE_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def fold_factor(norm: _BatchNorm) -> torch.Tensor:
@@ -41,8 +49,9 @@ def fold_factor(norm: _BatchNorm) -> torch.Tensor:
     return gamma / torch.sqrt(variance + norm.eps)
 
 
-def folded_parameters(layer: nn.Module, norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias of `layer` with `norm` (its running statistics) multiplied in.
+def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
+    """Multiply `norm` (its running statistics) into `layer`, in place; `norm` becomes an identity, for code that still
+    calls it.
 
     W' = W * g/sqrt(v+eps) along the output channels, b' = (b - m) * g/sqrt(v+eps) + beta.
     """
@@ -51,15 +60,9 @@ def folded_parameters(layer: nn.Module, norm: _BatchNorm) -> tuple[torch.Tensor,
     beta = norm.bias.double() if norm.bias is not None else torch.zeros_like(mean)
     bias = layer.bias.double() if layer.bias is not None else torch.zeros_like(mean)
     weight = layer.weight.double() * _along_outputs(layer, factor)
-    return weight.to(layer.weight.dtype), ((bias - mean) * factor + beta).to(layer.weight.dtype)
-
-
-def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
-    """Give `layer` the folded weight and bias, in place; `norm` becomes an identity, for code that still calls it."""
-    weight, bias = folded_parameters(layer, norm)
     requires_grad = bool(layer.weight.requires_grad)
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=requires_grad)
-    layer.bias = nn.Parameter(bias.detach(), requires_grad=requires_grad)
+    for name, value in (("weight", weight), ("bias", (bias - mean) * factor + beta)):
+        setattr(layer, name, nn.Parameter(value.to(layer.weight.dtype).detach(), requires_grad=requires_grad))
     neutralize(norm)
 
 
@@ -80,57 +83,30 @@ class Folded(Absorbed):
         return input
 
 
-class FoldedBatchNorm1d(Folded, nn.BatchNorm1d):
-    """Returns its input."""
-
-
-class FoldedBatchNorm2d(Folded, nn.BatchNorm2d):
-    """Returns its input."""
-
-
-class FoldedBatchNorm3d(Folded, nn.BatchNorm3d):
-    """Returns its input."""
-
-
-class FoldedSyncBatchNorm(Folded, nn.SyncBatchNorm):
-    """Returns its input."""
-
-
-_FOLDED: dict[type, type] = {
-    nn.BatchNorm1d: FoldedBatchNorm1d,
-    nn.BatchNorm2d: FoldedBatchNorm2d,
-    nn.BatchNorm3d: FoldedBatchNorm3d,
-    nn.SyncBatchNorm: FoldedSyncBatchNorm,
+_FOLDED: dict[type, Any] = {
+    kind: type(f"Folded{kind.__name__}", (Folded, kind), {"__module__": __name__})
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 }
+globals().update({kind.__name__: kind for kind in _FOLDED.values()})  # pickle looks them up by name
 
 
 def can_fold(layer: nn.Module | None, norm: nn.Module | None) -> bool:
     """Whether `norm` after `layer` scales the layer's output channels by known constants."""
     if type(norm) not in _NORMS.get(type(layer), ()) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
         return False
-    assert layer is not None
-    if is_intercepted(layer) or is_intercepted(norm):
-        return False
+    assert isinstance(layer, (_ConvNd, nn.Linear))
     # A weight that is computed at every call (weight norm, pruning) would undo the folding.
-    if not isinstance(layer, (_ConvNd, nn.Linear)) or layer._parameters.get("weight") is None:
+    if is_intercepted(layer) or is_intercepted(norm) or layer._parameters.get("weight") is None:
         return False
     return (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) == norm.num_features
 
 
 def is_intercepted(module: nn.Module) -> bool:
     """Whether a user's code runs around the module's forward: hooks, or a forward that was put onto the instance."""
-    registries = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    registries = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = (hook for registry in registries for hook in registry.values())
-    return "forward" in module.__dict__ or any(not _is_own(hook) for hook in hooks)
-
-
-def _is_own(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("sparsebit.")
+    is_own = (str(getattr(hook, "__module__", "")).startswith("sparsebit.") for hook in hooks)
+    return "forward" in module.__dict__ or not all(is_own)
 
 
 class FoldBatchNorm(ReplacePatternBase):
@@ -149,18 +125,78 @@ class FoldBatchNorm(ReplacePatternBase):
         if any(is_shared(match[name], graph_module) for name in match):
             return {}
         if isinstance(layer, nn.Linear):
-            rank = _rank(match["layer"])
-            if rank not in (2, None):  # (N, C, L): the norm's channels are not the layer's
-                return {}
-            if rank is None:
+            example = value_of(match["layer"])
+            if not isinstance(example, torch.Tensor):
                 layer.register_forward_pre_hook(_expect_matrix)
+            elif example.dim() != 2:  # (N, C, L): the norm's channels are not the layer's
+                return {}
         fold_into(layer, norm)
         return {"norm": match["layer"]}
 
 
+class FoldConcatenated(ReplacePatternBase):
+    """Folds wherever every part is the output of a convolution that is called once and that nothing else reads."""
+
+    nodes = (
+        MatchingNode("cat", types=(torch.cat, torch.concat, torch.concatenate)),
+        MatchingNode("norm", types=(_BatchNorm,), inputs=("cat",)),
+    )
+
+    def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
+        norm, calls = module_of(match["norm"], graph_module), _parts(match["cat"])
+        if type(norm) not in _IMAGE_NORMS or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+            return {}
+        if is_intercepted(norm) or not calls or not feeds_alone(match["cat"], match["norm"]):
+            return {}
+        if any(is_shared(node, graph_module) or not feeds_alone(node, match["cat"]) for node in calls):
+            return {}
+        layers = [module_of(node, graph_module) for node in calls]
+        norms = _split(norm, [int(getattr(layer, "out_channels", 0)) for layer in layers])
+        if is_shared(match["norm"], graph_module) or not norms:
+            return {}
+        if not all(can_fold(layer, part) for layer, part in zip(layers, norms, strict=True)):
+            return {}
+        for layer, part in zip(layers, norms, strict=True):
+            assert layer is not None
+            fold_into(layer, part)
+        neutralize(norm)
+        return {"norm": match["cat"]}
+
+
+class FoldFlattened(ReplacePatternBase):
+    """Folds where the layer's features are the norm's channels, and where nothing else reads more than the layer's
+    shape.
+
+    An op that reshapes the norm's output to the layer's output shape (`reshape_as`) is removed too.
+    """
+
+    nodes = (
+        MatchingNode("layer", types=(nn.Linear,)),
+        MatchingNode("flat", types=(torch.flatten, "flatten"), inputs=("layer",)),
+        MatchingNode("norm", types=(_BatchNorm,), inputs=("flat",)),
+    )
+
+    def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
+        layer, norm = module_of(match["layer"], graph_module), module_of(match["norm"], graph_module)
+        if not can_fold(layer, norm) or not _keeps_features(match["flat"], match["layer"]):
+            return {}
+        back = [node for node in match["layer"].users if _is_shaped_as(node, match["layer"])]
+        others = match["layer"].users.keys() - {match["flat"], *back} - python_values(graph_module.graph)
+        if others or not feeds_alone(match["flat"], match["norm"]):
+            return {}
+        if any(is_shared(match[name], graph_module) for name in ("layer", "norm")):
+            return {}
+        assert layer is not None and isinstance(norm, _BatchNorm)
+        fold_into(layer, norm)
+        for node in back:
+            if node.args[0] is match["norm"]:
+                node.replace_all_uses_with(match["layer"])
+        return {"norm": match["flat"]}
+
+
 def fold_batchnorm(graph_module: fx.GraphModule) -> int:
     """Fold every foldable batch norm in place; returns how many."""
-    return FoldBatchNorm().apply(graph_module)
+    return sum(kind().apply(graph_module) for kind in (FoldBatchNorm, FoldConcatenated, FoldFlattened))
 
 
 def feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
@@ -179,11 +215,14 @@ def is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
     parts = root.source.modules() if isinstance(root, CapturedGraph) else [module]
     if not any(part._parameters is module._parameters for part in parts):
         return True  # the source's own code would not see the folding
-    # A lifted layer and the block that it was lifted from hold their parameters in one dict.
-    registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
-    held = Counter(id(parameter) for registry in registries for parameter in registry.values())
-    own = {id(parameter) for parameter in module.parameters()}
+    held, own = held_parameters(root), {id(parameter) for parameter in module.parameters()}
     return any(held[one] > 1 for one in own) or any(id(value) in own for value in _read_alone(root))
+
+
+def held_parameters(root: nn.Module) -> Counter[int]:
+    """By id, in how many registries a parameter is. A lifted layer and the block that it was lifted from share one."""
+    registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
+    return Counter(id(parameter) for registry in registries for parameter in registry.values())
 
 
 def _read_alone(root: fx.GraphModule) -> Iterator[object]:
@@ -192,11 +231,6 @@ def _read_alone(root: fx.GraphModule) -> Iterator[object]:
     for node in root.graph.find_nodes(op="get_attr"):
         if not node.users.keys() <= python:
             yield attrgetter(str(node.target))(root)
-
-
-def _rank(node: fx.Node) -> int | None:
-    example = value_of(node)
-    return example.dim() if isinstance(example, torch.Tensor) else None
 
 
 def _expect_matrix(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -208,11 +242,51 @@ def _expect_matrix(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         )
 
 
-def _along_outputs(layer: nn.Module, factor: torch.Tensor) -> torch.Tensor:
+def _along_outputs(layer: _ConvNd | nn.Linear, factor: torch.Tensor) -> torch.Tensor:
     """`factor` (out,) shaped to multiply the layer's weight along its output channels."""
-    assert isinstance(layer, (_ConvNd, nn.Linear))
     if not isinstance(layer, _ConvTransposeNd):
         return factor.reshape(-1, *([1] * (layer.weight.dim() - 1)))
     # (in, out/groups, k…): the input block of group g meets the factors of group g.
     per_input = factor.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1)
     return per_input.reshape(layer.in_channels, -1, *([1] * (layer.weight.dim() - 2)))
+
+
+def _parts(cat: fx.Node) -> list[fx.Node]:
+    """The module calls that are concatenated along the channels; empty if it concatenates anything else."""
+    tensors = cat.args[0] if cat.args else cat.kwargs.get("tensors")
+    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", cat.kwargs.get("axis", 0))
+    if dim != 1 or not isinstance(tensors, Sequence):
+        return []
+    nodes = [node for node in tensors if isinstance(node, fx.Node) and node.op == "call_module"]
+    return nodes if len(nodes) == len(set(nodes)) == len(tensors) else []
+
+
+def _split(norm: _BatchNorm, sizes: Sequence[int]) -> list[_BatchNorm]:
+    """The norm of each part; empty if the parts are not the norm's channels."""
+    if sum(sizes) != norm.num_features or not all(sizes):
+        return []
+    norms: list[_BatchNorm] = []
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        part = type(norm)(size, eps=norm.eps, affine=norm.affine)
+        for name in ("running_mean", "running_var", "weight", "bias"):
+            value = getattr(norm, name)
+            if value is not None:
+                own = value.detach()[end - size : end].clone()
+                setattr(part, name, nn.Parameter(own) if name in ("weight", "bias") else own)
+        norms.append(part.eval())
+    return norms
+
+
+def _keeps_features(flat: fx.Node, layer: fx.Node) -> bool:
+    """Whether all axes but the last become one: a norm's channels are then the layer's features."""
+    given = dict(zip(("start_dim", "end_dim"), flat.args[1:], strict=False)) | dict(flat.kwargs)
+    start, end, example = given.get("start_dim", 0), given.get("end_dim", -1), value_of(layer)
+    if not isinstance(example, torch.Tensor):
+        return bool(start == 0 and end == -2)
+    return start in (0, -example.dim()) and end in (-2, example.dim() - 2)
+
+
+def _is_shaped_as(node: fx.Node, layer: fx.Node) -> bool:
+    """Whether the node reads the layer for its shape alone."""
+    is_reshape = node.op == "call_method" and node.target in ("reshape_as", "view_as")
+    return is_reshape and len(node.args) == 2 and node.args[1] is layer and node.args[0] is not layer

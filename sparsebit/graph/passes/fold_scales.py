@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from operator import attrgetter
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.graph.nodes.example import value_of
 from sparsebit.graph.nodes.graph_module import module_of
-from sparsebit.graph.passes.fold_batchnorm import is_intercepted, is_shared
+from sparsebit.graph.passes.fold_batchnorm import held_parameters, is_intercepted, is_shared
 from sparsebit.graph.rewriting.rewrite import sweep
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -45,16 +44,17 @@ def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
         if call is None or type(layer) not in _LAYERS or not isinstance(layer, (nn.Linear, _ConvNd)):
             continue
         parameter = _parameter_of(factors, root)
-        if parameter is None or not _is_plain(layer) or is_shared(call, root):
+        is_plain = not is_intercepted(layer) and layer._parameters.get("weight") is not None
+        if parameter is None or not is_plain or is_shared(call, root):
             continue
-        scale = _by_channel(parameter.reshape(_shape_of(factors, parameter)), layer)
-        if (
-            scale is not None
-            and parameter.dtype == layer.weight.dtype
-            and _keeps_rank(call, layer, len(_shape_of(factors, parameter)))
-        ):
-            _multiply(layer, scale)
+        shaped = parameter.reshape(factors.args[1:]) if _is_reshape(factors) else parameter  # type: ignore[arg-type]
+        scale = _by_channel(shaped, layer)
+        if scale is not None and parameter.dtype == layer.weight.dtype and _keeps_rank(call, layer, shaped.dim()):
             with torch.no_grad():
+                for name in ("weight", "bias"):
+                    if (old := getattr(layer, name)) is not None:
+                        new = (old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))).to(old.dtype)
+                        setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
                 parameter.fill_(1.0)
             parameter.requires_grad_(False)  # the layer's weight is trained in its place
             product.replace_all_uses_with(value)
@@ -80,23 +80,13 @@ def _parameter_of(factors: fx.Node, root: fx.GraphModule) -> nn.Parameter | None
     parameter = attrgetter(str(source.target))(root)
     if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
         return None
-    registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
-    held = Counter(id(one) for registry in registries for one in registry.values())
     reads = [node for node in root.graph.find_nodes(op="get_attr") if attrgetter(str(node.target))(root) is parameter]
-    return parameter if held[id(parameter)] <= 1 and len(reads) == 1 else None
+    return parameter if held_parameters(root)[id(parameter)] <= 1 and len(reads) == 1 else None
 
 
 def _is_reshape(node: fx.Node) -> bool:
     is_static = all(isinstance(size, int) for size in node.args[1:])
     return node.op == "call_method" and node.target in _RESHAPES and is_static and not node.kwargs
-
-
-def _shape_of(factors: fx.Node, parameter: Tensor) -> tuple[int, ...]:
-    return tuple(factors.args[1:]) if _is_reshape(factors) else tuple(parameter.shape)  # type: ignore[arg-type]
-
-
-def _is_plain(layer: nn.Linear | _ConvNd) -> bool:
-    return not is_intercepted(layer) and layer._parameters.get("weight") is not None
 
 
 def _by_channel(factors: Tensor, layer: nn.Linear | _ConvNd) -> Tensor | None:
@@ -112,12 +102,3 @@ def _keeps_rank(call: fx.Node, layer: nn.Linear | _ConvNd, rank: int) -> bool:
     """Whether factors with so many axes leave the output those it has; the fewest of such a layer, if unknown."""
     output = value_of(call)
     return rank <= (output.dim() if isinstance(output, Tensor) else layer.weight.dim() - 1)
-
-
-@torch.no_grad()
-def _multiply(layer: nn.Linear | _ConvNd, scale: Tensor) -> None:
-    for name in ("weight", "bias"):
-        old = getattr(layer, name)
-        if old is not None:
-            new = (old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))).to(old.dtype)
-            setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))

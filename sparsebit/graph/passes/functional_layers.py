@@ -1,14 +1,17 @@
-"""`F.conv2d(x, self.weight, self.bias, …)` on a module's own parameters -> a layer, so that folding and naming see it.
+"""Functional calls on a module's own tensors -> layers, so that folding, naming and training see them.
 
-Layers with a forward of their own (same-padding convolutions, say) trace to such calls.
+Layers with a forward of their own trace to such calls: same-padding convolutions to `F.conv2d(x, self.weight, …)`,
+subclasses of BatchNorm (norm + activation in one layer) to `F.batch_norm` with the eval branch taken.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.nodes.graph_module import NAME_KEY, CapturedGraph, share_registries, source_path
@@ -25,6 +28,9 @@ _LAYERS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
     F.conv_transpose3d: (nn.ConvTranspose3d, _TRANSPOSED),
     F.linear: (nn.Linear, ("input", "weight", "bias")),
 }
+_LAYERS_BY_KIND = dict(_LAYERS.values())
+_NORM_PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_NORMS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def lift_functional_layers(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -36,6 +42,17 @@ def lift_functional_layers(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in _LAYERS:
             _lift(node, graph_module, layers)
+    sweep(graph_module)
+    return graph_module
+
+
+def lift_functional_norms(graph_module: fx.GraphModule, source: nn.Module) -> fx.GraphModule:
+    """Rewrite batch norms in place. `source`, the module that the graph was traced from, shows which layer owns the
+    statistics. Calling the owner's base class restores both modes.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
+            _lift_norm(node, graph_module, source)
     sweep(graph_module)
     return graph_module
 
@@ -55,17 +72,19 @@ def _lift(node: fx.Node, graph_module: fx.GraphModule, layers: dict[Any, str]) -
         return
     key = (kind, weight.target, bias.target if bias is not None else None, tuple(sorted(options.items())))
     if key not in layers:
-        owner = str(weight.target).rpartition(".")[0]
-        layers[key] = _free_name(graph_module, f"{owner}.{_NAMES[kind]}" if owner else _NAMES[kind])
+        owner, name = str(weight.target).rpartition(".")[0], "linear" if kind is nn.Linear else "conv"
+        layers[key] = _free_name(graph_module, f"{owner}.{name}".lstrip("."))
         graph_module.add_submodule(layers[key], _make(kind, weight, bias, options, graph_module))
-    with graph_module.graph.inserting_before(node):
-        new = graph_module.graph.call_module(layers[key], (source,))
+    _call_instead(node, layers[key], source)
+
+
+def _call_instead(node: fx.Node, path: str, source: fx.Node) -> None:
+    """Call the module at `path` on `source` in place of the node."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_module(path, (source,))
     new.meta = {key: value for key, value in node.meta.items() if key != NAME_KEY}  # its name is its path
     node.replace_all_uses_with(new)
-    graph_module.graph.erase_node(node)
-
-
-_NAMES = {kind: "linear" if kind is nn.Linear else "conv" for kind, _ in _LAYERS.values()}
+    node.graph.erase_node(node)
 
 
 def _make(
@@ -100,9 +119,6 @@ def _owner(weight: fx.Node, bias: fx.Node | None, root: fx.GraphModule) -> nn.Mo
     return owner if given == own else None
 
 
-_LAYERS_BY_KIND = dict(_LAYERS.values())
-
-
 def _is_parameter(node: Any, root: fx.GraphModule) -> bool:
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return False
@@ -116,3 +132,40 @@ def _is_parameter(node: Any, root: fx.GraphModule) -> bool:
 def _free_name(root: nn.Module, wanted: str) -> str:
     taken = {name for name, _ in root.named_modules()}
     return next(name for name in [wanted, *(f"{wanted}_{number}" for number in range(1, 1000))] if name not in taken)
+
+
+def _lift_norm(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -> None:
+    given: dict[str, Any] = {**dict(zip(_NORM_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    path = _statistics_owner(given)
+    if path is None or not isinstance(given["input"], fx.Node):
+        return
+    owner = source.get_submodule(source_path(path))
+    base = next((kind for kind in _NORMS if isinstance(owner, kind)), None)
+    if base is None or not isinstance(owner, _BatchNorm) or given.get("eps", 1e-5) != owner.eps:
+        return
+    if any((given.get(name) is None) != (getattr(owner, name) is None) for name in ("running_var", "weight", "bias")):
+        return
+    # Only a layer that asked for its mode behaves like its base class in both; a frozen norm has one mode.
+    if given.get("training", False) is not False or source_path(path) not in graph_module.meta.get("eval_branches", ()):
+        return
+    name = f"{path}.norm" if path else "norm"
+    if not any(called.target == name for called in graph_module.graph.find_nodes(op="call_module")):
+        module = base(owner.num_features, owner.eps, owner.momentum, owner.affine, owner.track_running_stats)
+        share_registries(module, owner)
+        module.train(owner.training)
+        graph_module.add_submodule(name, module)
+    _call_instead(node, name, given["input"])
+
+
+def _statistics_owner(given: dict[str, Any]) -> str | None:
+    """The module whose own statistics, weight and bias are given, all of them as they are; else None."""
+    mean = given.get("running_mean")
+    if not isinstance(mean, fx.Node) or mean.op != "get_attr":
+        return None
+    path = str(mean.target).rpartition(".")[0]
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        value = given.get(name)
+        expected = f"{path}.{name}" if path else name
+        if isinstance(value, fx.Node) and (value.op, value.target) != ("get_attr", expected):
+            return None
+    return path

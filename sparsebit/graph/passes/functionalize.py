@@ -48,8 +48,9 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             families.join(node, other)
     for node in plain:
         if node.target not in kept:  # a module that must write in one of its calls writes in all
-            if node.target in relied_on:
-                _use_copy(str(node.target), graph_module)
+            if node.target in relied_on:  # the source's own code needs the module that writes
+                parent, _, name = str(node.target).rpartition(".")
+                graph_module.get_submodule(parent)._modules[name] = copy.copy(module_of(node, graph_module))
             _clear(node, graph_module)
     graph_module.recompile()
     return graph_module
@@ -75,12 +76,6 @@ def _has_plain_form(node: fx.Node, root: fx.GraphModule) -> bool:
     if node.op == "call_method":
         return callable(getattr(torch.Tensor, str(node.target).removesuffix("_"), None))
     return node.target in OPERATORS or is_inplace_call(node) or _plain_function(node.target) is not None
-
-
-def _use_copy(target: str, root: fx.GraphModule) -> None:
-    """Let the graph call a copy of a module: the source's own code needs the one that writes."""
-    parent, _, name = target.rpartition(".")
-    root.get_submodule(parent)._modules[name] = copy.copy(root.get_submodule(target))
 
 
 def _clear(node: fx.Node, root: fx.GraphModule) -> None:
@@ -110,4 +105,4 @@ def _plain_function(target: Any) -> Callable[..., Any] | None:
         return with_item
     name = str(getattr(target, "__name__", ""))
     plain = name.removesuffix("_")
-    return getattr(torch, plain, None) or getattr(F, plain, None) if name != plain else None
+    return (getattr(torch, plain, None) or getattr(F, plain, None)) if name != plain else None

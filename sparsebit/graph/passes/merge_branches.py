@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,38 +26,13 @@ _SIGNS: dict[object, int] = {operator.add: 1, torch.add: 1, "add": 1, operator.s
 _OPERATORS = {1: operator.add, -1: operator.sub}
 
 
-class MergedConv1d(Absorbed, nn.Conv1d):
-    """Returns zeros."""
-
-
-class MergedConv2d(Absorbed, nn.Conv2d):
-    """Returns zeros."""
-
-
-class MergedConv3d(Absorbed, nn.Conv3d):
-    """Returns zeros."""
-
-
-class MergedBatchNorm1d(Absorbed, nn.BatchNorm1d):
-    """Returns zeros."""
-
-
-class MergedBatchNorm2d(Absorbed, nn.BatchNorm2d):
-    """Returns zeros."""
-
-
-class MergedBatchNorm3d(Absorbed, nn.BatchNorm3d):
-    """Returns zeros."""
-
-
-_MERGED: dict[type, type] = {
-    nn.Conv1d: MergedConv1d,
-    nn.Conv2d: MergedConv2d,
-    nn.Conv3d: MergedConv3d,
-    nn.BatchNorm1d: MergedBatchNorm1d,
-    nn.BatchNorm2d: MergedBatchNorm2d,
-    nn.BatchNorm3d: MergedBatchNorm3d,
+# Layers that return zeros.
+_MERGED: dict[type, Any] = {
+    kind: type(f"Merged{kind.__name__}", (Absorbed, kind), {"__module__": __name__})
+    for pair in _NORM_OF.items()
+    for kind in pair
 }
+globals().update({kind.__name__: kind for kind in _MERGED.values()})  # pickle looks them up by name
 
 
 @dataclass(frozen=True)
@@ -83,8 +59,8 @@ def merge_branches(graph_module: fx.GraphModule) -> int:
 
 
 def _is_addition(node: fx.Node) -> bool:
-    is_known = node.op in ("call_function", "call_method") and node.target in _SIGNS
-    return is_known and len(node.args) == 2 and not node.kwargs
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and node.target in _SIGNS and len(node.args) == 2 and not node.kwargs
 
 
 def _is_inside(node: fx.Node) -> bool:
@@ -109,14 +85,10 @@ def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
         if not isinstance(node, fx.Node) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
             continue
         layer, source = module_of(node, root), node.args[0]
-        if (
-            type(layer) not in _MERGED
-            or not isinstance(layer, (_ConvNd, _BatchNorm))
-            or not isinstance(source, fx.Node)
-        ):
-            continue
-        if _is_plain(layer) and not is_shared(node, root):
-            found.setdefault(source, []).append(_Branch(node, layer, sign))
+        if type(layer) in _MERGED and isinstance(source, fx.Node):
+            assert isinstance(layer, (_ConvNd, _BatchNorm))
+            if _is_plain(layer) and not is_shared(node, root):
+                found.setdefault(source, []).append(_Branch(node, layer, sign))
     return list(found.values())
 
 
@@ -210,7 +182,7 @@ def _empty(layer: _ConvNd | _BatchNorm) -> None:
 
 def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
     """Reduce the sum to the other terms; the zero with which Python's `sum` begins is left out too."""
-    inner = _inner_additions(top)
+    inner = list(_inner_additions(top))
     kept = [(term, sign) for term, sign in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term)]
     kept.sort(key=lambda one: -one[1])  # one that is added comes first: that which took in the others, at the latest
     (total, _), *rest = kept
@@ -228,10 +200,9 @@ def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
         top.graph.erase_node(node)
 
 
-def _inner_additions(addition: fx.Node) -> list[fx.Node]:
+def _inner_additions(addition: fx.Node) -> Iterator[fx.Node]:
     """The sums inside of a sum, each before those inside of it."""
-    found: list[fx.Node] = []
     for part in addition.args:
         if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:
-            found += [part, *_inner_additions(part)]
-    return found
+            yield part
+            yield from _inner_additions(part)

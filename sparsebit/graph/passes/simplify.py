@@ -19,9 +19,9 @@ def simplify(graph_module: fx.GraphModule) -> fx.GraphModule:
             assert isinstance(source, fx.Node)
             node.replace_all_uses_with(source)
             graph_module.graph.erase_node(node)
-        elif node.op == "call_function" and node.target in (torch._assert, fx._symbolic_trace._assert_is_none):
+        elif node.target in (torch._assert, fx._symbolic_trace._assert_is_none):
             graph_module.graph.erase_node(node)
-        elif node.op == "call_function" and node.target is operator.getitem:
+        elif node.target is operator.getitem:
             _simplify_getitem(node)
     sweep(graph_module)
     return graph_module
@@ -37,7 +37,7 @@ def _simplify_getitem(node: fx.Node) -> None:
     source, index = node.args
     if not isinstance(source, fx.Node) or not isinstance(index, int) or isinstance(index, bool):
         return
-    is_shape = source.op == "call_function" and source.target is getattr and source.args[1] == "shape"
+    is_shape = source.target is getattr and source.args[1] == "shape"
     is_size = (source.op, source.target) == ("call_method", "size") and len(source.args) == 1 and not source.kwargs
     if is_shape or is_size:
         node.op, node.target, node.args = "call_method", "size", (source.args[0], index)

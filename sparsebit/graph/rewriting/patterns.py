@@ -66,50 +66,29 @@ class SubgraphMatcher:
 
     def find(self, graph_module: fx.GraphModule) -> Iterator[Match]:
         """Matches in graph order; the graph may be rewritten between two of them; erased nodes do not match."""
-        patterns = {pattern.name: pattern for pattern in self.nodes}
         for node in list(graph_module.graph.nodes):
-            if node._erased:
-                continue
-            for match in self._extend({}, self.nodes[-1], node, patterns, graph_module):
+            candidates = () if node._erased else self._extend({}, self.nodes[-1], node, graph_module)
+            for match in candidates:
                 if all(check(match, graph_module) for check in self.joint_checkers):
                     yield match
                     break
 
-    def _extend(
-        self,
-        match: Match,
-        pattern: MatchingNode,
-        node: fx.Node,
-        patterns: dict[str, MatchingNode],
-        root: fx.GraphModule,
-    ) -> Iterator[Match]:
+    def _extend(self, match: Match, pattern: MatchingNode, node: fx.Node, root: fx.GraphModule) -> Iterator[Match]:
+        """The matches with `node` as that node of the pattern."""
         if pattern.name in match:
             if match[pattern.name] is node:
                 yield match
             return
-        if not is_type(node, pattern.types, root):
+        has_type, check = is_type(node, pattern.types, root), pattern.checker
+        if not has_type or (check is not None and not check(node, module_of(node, root))):
             return
-        if pattern.checker is not None and not pattern.checker(node, module_of(node, root)):
-            return
+        patterns = {pattern.name: pattern for pattern in self.nodes}
         for order in _orders(_sources(node), len(pattern.inputs), pattern.unordered):
-            yield from self._extend_inputs({**match, pattern.name: node}, pattern.inputs, order, patterns, root)
-
-    def _extend_inputs(
-        self,
-        match: Match,
-        names: Sequence[str | None],
-        sources: Sequence[fx.Node],
-        patterns: dict[str, MatchingNode],
-        root: fx.GraphModule,
-    ) -> Iterator[Match]:
-        if not names:
-            yield match
-            return
-        if names[0] is None:
-            yield from self._extend_inputs(match, names[1:], sources[1:], patterns, root)
-            return
-        for extended in self._extend(match, patterns[names[0]], sources[0], patterns, root):
-            yield from self._extend_inputs(extended, names[1:], sources[1:], patterns, root)
+            matches = [{**match, pattern.name: node}]
+            for name, source in zip(pattern.inputs, order, strict=False):
+                if name is not None:
+                    matches = [more for found in matches for more in self._extend(found, patterns[name], source, root)]
+            yield from matches
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -110,7 +110,10 @@ def _has_effects(node: fx.Node, root: fx.GraphModule) -> bool:
 def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, module: nn.Module) -> fx.Node:
     """Call `module`, filed under `name`, on `node`'s value, right after it. Uses are not rewired."""
     graph_module.add_submodule(name, module)
-    with graph_module.graph.inserting_after(_last_of_block(node)):
+    last = node
+    while last.op == "placeholder" and last.next.op == "placeholder":  # placeholders stay first
+        last = last.next
+    with graph_module.graph.inserting_after(last):
         return graph_module.graph.call_module(name, (node,))
 
 
@@ -121,12 +124,3 @@ def insert_module_before(
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(reader):
         return graph_module.graph.call_module(name, (source,))
-
-
-def _last_of_block(node: fx.Node) -> fx.Node:
-    """The node to insert after: for an input, the last placeholder, so that placeholders stay first."""
-    if node.op != "placeholder":
-        return node
-    while node.next.op == "placeholder":
-        node = node.next
-    return node

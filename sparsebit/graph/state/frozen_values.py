@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.graph.state.outer_state import FOREIGN, function_of, is_foreign
+from sparsebit.graph.values.code import FOREIGN, MAX_FUNCTIONS, closed_over, function_of, is_foreign
 
 _REGISTRIES = nn.Module().__dict__.keys()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset, torch.dtype, torch.device)
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 _MAX_BYTES = 4096
-_MAX_FUNCTIONS = 300
 _CONTAINERS = (list, dict, set, collections.deque)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)  # of Python itself, but they hold the user's values
 _DYNAMIC = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__"})
@@ -75,8 +74,9 @@ class FrozenValues:
                 self._watch_module(path, module, reads)
             self._watch_surroundings(reads)
         if new_names is not None:
-            readable = _Readable({*reads.strings, *reads.attributes})
-            self._groups.append(_Group(readable, new_names, [], ("attributes that were missing",)))
+            known = {*reads.strings, *reads.attributes}
+            places = ("attributes that were missing",)
+            self._groups.append(_Group(lambda given: [name for name in given if name in known], new_names, [], places))
 
     def _watch_surroundings(self, reads: _Reads) -> None:
         """Globals, variables around functions, default arguments, attributes of classes."""
@@ -86,7 +86,7 @@ class FrozenValues:
                 read = operator.attrgetter(name)
                 self._watch_outside(read, kind, f"the class attribute {kind.__name__}.{name}", reads)
         for cell, name in list(reads.cells.values()):
-            self._watch_outside(_content, cell, f"the variable {name!r} around the code", reads)
+            self._watch_outside(_CONTENTS, cell, f"the variable {name!r} around the code", reads)
         for function in list(reads.with_defaults):
             place = f"the default arguments of {function.__qualname__}"
             self._watch_outside(_DEFAULTS, function, place, reads)
@@ -116,9 +116,9 @@ class FrozenValues:
 
     def _watch_attributes(self, holder: Any, names: list[str], here: str, *, is_outside: bool = False) -> None:
         if names:
-            read: Callable[[Any], Any] = (
-                _InstanceValues(tuple(names)) if _has_dict(holder) else operator.attrgetter(*names)
-            )
+            entries, attributes = operator.itemgetter(*names), operator.attrgetter(*names)
+            # Past the code that a class may have for reading attributes.
+            read = (lambda holder: entries(holder.__dict__)) if _has_dict(holder) else attributes
             places = tuple(f"{here}{name}" for name in names)
             self._groups.append(_Group(read, holder, read(holder), places, is_outside))
 
@@ -150,11 +150,8 @@ class FrozenValues:
             if len(value) > _MAX_ITEMS:
                 self._groups.append(_Group(len, value, len(value), (place,), is_outside))
                 return
-            if isinstance(value, dict):
-                read: Callable[[Any], Any] = _Entries(tuple(value)) if is_outside else _items
-            else:
-                read = set if isinstance(value, set) else list
             if not isinstance(value, tuple):
+                read = _reader_of(value, is_outside)
                 self._groups.append(_Group(read, value, read(value), (place,), is_outside))
             for key, item in _items(value) if isinstance(value, dict) else enumerate(value):
                 self._watch_inside(item, f"{place}[{key!r}]", reads, depth + 1, is_outside=is_outside)
@@ -170,17 +167,13 @@ class FrozenValues:
                 self._watch_inside(inner, f"{place}.{name}", reads, depth + 1, is_outside=is_outside)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenValues:
-        """The same for a copy of the modules, which is made with the same `memo`: values changed here count as changed
-        there.
-        """
+        """The same for a copy of the modules, made with the same `memo`: what has changed here has changed there."""
         new = FrozenValues(())
         new._groups = [group if group.is_outside else _copied(group, memo) for group in self._groups]
         return new
 
     def follow(self, original: FrozenValues) -> None:
-        """For a copy whose functions were made to refer to it: values unchanged in the original count as unchanged
-        here.
-        """
+        """For a copy whose functions were made to refer to it: what is unchanged in the original is unchanged here."""
         for place, (group, theirs) in enumerate(zip(self._groups, original._groups, strict=True)):
             if not group.is_outside and not theirs.is_changed:
                 self._groups[place] = replace(group, held=group.read(group.holder))
@@ -196,24 +189,13 @@ def _copied(group: _Group, memo: dict[int, Any]) -> _Group:
     return _Group(group.read, holder, held, group.names)
 
 
-class _InstanceValues:
-    """Reads attributes past the code that a class may have for that."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.read = operator.itemgetter(*names)
-
-    def __call__(self, holder: Any) -> Any:
-        return self.read(holder.__dict__)
-
-
-class _Entries:
-    """Reads the entries of a dictionary that it has now."""
-
-    def __init__(self, keys: tuple[Any, ...]) -> None:
-        self.keys = keys
-
-    def __call__(self, held: dict[Any, Any]) -> list[Any]:
-        return [dict.__getitem__(held, key) for key in self.keys]  # past the code of a subclass, which may make values
+def _reader_of(container: Any, is_outside: bool) -> Callable[[Any], Any]:
+    """Reads the contents of a container; of a dictionary outside of the model, the entries that it has now."""
+    if not isinstance(container, dict):
+        return set if isinstance(container, set) else list
+    keys = tuple(container)
+    # Past the code of a subclass, which may make values.
+    return (lambda held: [dict.__getitem__(held, key) for key in keys]) if is_outside else _items
 
 
 def _has_dict(value: Any) -> bool:
@@ -226,8 +208,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
-
-
+_CONTENTS = operator.attrgetter("cell_contents")
 _BYTES = operator.methodcaller("tobytes")
 
 
@@ -235,22 +216,8 @@ def _version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def _content(cell: types.CellType) -> Any:
-    return cell.cell_contents
-
-
 def _items(held: dict[Any, Any]) -> list[Any]:
     return list(dict.items(held))
-
-
-class _Readable:
-    """The names among those that the code can read."""
-
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
-
-    def __call__(self, given: list[str]) -> list[str]:
-        return [name for name in given if name in self.names] if given else given
 
 
 def _data_of(kind: type) -> Iterator[str]:
@@ -273,10 +240,8 @@ def _described(group: _Group) -> str:
         now = group.read(group.holder)
     except Exception:
         return f"{', '.join(group.names)}: a value that was captured is missing"
-    pairs = (
-        zip(group.names, group.held, now, strict=True) if len(group.names) > 1 else [(group.names[0], group.held, now)]
-    )
-    for name, before, value in pairs:
+    before_and_now = (group.held, now) if len(group.names) > 1 else ([group.held], [now])
+    for name, before, value in zip(group.names, *before_and_now, strict=True):
         if before is not value and not (isinstance(before, _PLAIN) and before == value):
             return f"{name} = {before!r:.80} was captured, and it is {value!r:.80} now"
     return f"{', '.join(group.names)}: another value was captured"
@@ -304,29 +269,20 @@ class _Reads:
         return self.is_dynamic or name in self.attributes or name in self.strings
 
     def update(self, other: _Reads) -> None:
-        self.attributes |= other.attributes
-        self.strings |= other.strings
-        self.globals |= other.globals
-        self.cells |= other.cells
-        self.classes |= other.classes
-        self.with_defaults |= other.with_defaults
-        self.is_dynamic |= other.is_dynamic
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) | value)
 
 
 def settings_of(kind: type) -> set[str]:
     """The attributes that the code of a class reads, and sets in `__init__` alone."""
-    functions = [
-        (name, function_of(member))
-        for base in kind.__mro__
-        if not is_foreign(base)
-        for name, member in vars(base).items()
-    ]
     read, written = set[str](), set[str]()
-    for name, function in functions:
-        if function is None or name == "__init__":
-            continue
-        read |= _looked_up(function.__code__)[0]
-        written |= {str(step.argval) for step in dis.get_instructions(function.__code__) if step.opname == "STORE_ATTR"}
+    own = (item for base in kind.__mro__ if not is_foreign(base) for item in vars(base).items())
+    for name, member in own:
+        function = function_of(member)
+        if function is not None and name != "__init__":
+            read |= _looked_up(function.__code__)[0]
+            steps = dis.get_instructions(function.__code__)
+            written |= {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
     return read - written
 
 
@@ -339,14 +295,12 @@ def _reads_of(kind: Any) -> _Reads:
 def _reads_of_functions(members: Iterable[Any]) -> _Reads:
     """The names that these functions look up, and those of the functions that they call by name."""
     found, waiting, seen = _Reads(), list(members), set[int]()
-    while waiting and len(seen) < _MAX_FUNCTIONS:
+    while waiting and len(seen) < MAX_FUNCTIONS:
         function = function_of(waiting.pop())
         if function is None or id(function) in seen or is_foreign(function):
             continue
         seen.add(id(function))
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not filled yet
-                waiting.append(cell.cell_contents)
+        waiting += closed_over(function)
         attributes, strings, names = _looked_up(function.__code__)
         found.attributes |= attributes
         found.strings |= strings
@@ -363,9 +317,7 @@ def _reads_of_functions(members: Iterable[Any]) -> _Reads:
 def _note_surroundings(
     function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
 ) -> list[Any]:
-    """Record where the code around a function keeps values for it. Returns the members of the classes and modules that
-    the function names.
-    """
+    """Record where the code around a function keeps values. Returns the members of classes and modules it names."""
     reached: list[Any] = []
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         found.cells[id(cell)] = (cell, name)
@@ -390,7 +342,6 @@ def _is_library(module: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(module: str | None) -> bool:
-    """Whether the module of this name is part of an installed package."""
     place = str(getattr(sys.modules.get(str(module)), "__file__", ""))
     return "site-packages" in place or "dist-packages" in place
 

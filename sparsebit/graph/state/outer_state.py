@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,20 +15,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nodes.node_queries import depends_on_input
+from sparsebit.graph.nodes.value_kinds import depends_on_input
 from sparsebit.graph.state.state import (
     CONTAINERS,
+    Undo,
     fingerprint,
     is_iterator,
     is_random_generator,
     kept_iterator,
     tensors_kept,
 )
+from sparsebit.graph.values.code import MAX_FUNCTIONS, function_of, is_foreign, names_in
 from sparsebit.graph.values.nested import tensors_of
 
-_MAX_FUNCTIONS = 300
 _MAX_ITEMS = 256
-FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _MISSING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -48,7 +47,7 @@ class OuterState:
 
     def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
         """`known`: the places of classes that were examined before."""
-        self.undo: list[Callable[[], None]] = []
+        self.undo: Undo = []
         places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
         self.held = [(place, place.read()) for place in places]
         iterators = [(index, value) for index, (_, value) in enumerate(self.held) if is_iterator(value)]
@@ -85,7 +84,7 @@ def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | 
             state.restore()
 
 
-def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
+def _print(value: Any, undo: Undo) -> Any:
     if isinstance(value, CONTAINERS) and len(value) > _MAX_ITEMS:
         return "container", id(value), len(value)
     return fingerprint(value, undo)
@@ -144,15 +143,10 @@ def _owner(hook: Any) -> Place | None:
     return Place(f"the {type(owner).__name__} of a hook", _constant(held), _ignore)
 
 
-def is_foreign(thing: Any) -> bool:
-    """Whether it belongs to torch, NumPy, Sparsebit or Python itself."""
-    return str(getattr(thing, "__module__", None)).partition(".")[0] in FOREIGN
-
-
 def _reached_by(members: list[Any]) -> Iterator[Place]:
     """The globals, closures and default arguments of functions, and of those that they call by name."""
     waiting, seen, places = list(members), set[int](), set[tuple[int, str]]()
-    while waiting and len(seen) < _MAX_FUNCTIONS:
+    while waiting and len(seen) < MAX_FUNCTIONS:
         function = function_of(waiting.pop())
         if function is None or id(function) in seen or is_foreign(function):
             continue
@@ -167,7 +161,7 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
             if isinstance(default, CONTAINERS):
                 yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
         namespace = function.__globals__
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
             waiting.append(value)
             if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
@@ -178,20 +172,6 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
                 yield _global(namespace, name)
 
 
-def function_of(member: Any) -> types.FunctionType | None:
-    """The function of a property, a method or a function; None for anything else."""
-    if isinstance(member, property):
-        member = member.fget
-    member = getattr(member, "__func__", member)  # a method, a class method, a static method
-    return member if isinstance(member, types.FunctionType) else None
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Every name that is looked up, globals among them, also in functions inside."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -200,10 +180,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _cell(cell: types.CellType, function: types.FunctionType) -> Place:
-    def write(value: Any) -> None:
-        cell.cell_contents = value
-
     name = function.__code__.co_freevars[(function.__closure__ or ()).index(cell)]
+    write = functools.partial(setattr, cell, "cell_contents")
     return Place(f"the variable {name!r} around it", lambda: _content(cell), write)
 
 
@@ -214,21 +192,14 @@ def _global(namespace: dict[str, Any], name: str) -> Place:
         else:
             namespace[name] = value
 
-    return Place(f"the global {name!r}", lambda: namespace.get(name, _MISSING), write)
+    return Place(f"the global {name!r}", functools.partial(namespace.get, name, _MISSING), write)
 
 
 def _attributes(kind: type) -> Iterator[Place]:
     for name, value in list(vars(kind).items()):
         if not name.startswith("__") and _is_data(value):
-            yield _attribute(kind, name)
-
-
-def _attribute(kind: type, name: str) -> Place:
-    return Place(
-        f"the class attribute {kind.__name__}.{name}",
-        lambda: vars(kind).get(name, _MISSING),
-        lambda value: setattr(kind, name, value),
-    )
+            read = functools.partial(vars(kind).get, name, _MISSING)
+            yield Place(f"the class attribute {kind.__name__}.{name}", read, functools.partial(setattr, kind, name))
 
 
 def _constant(value: Any) -> Callable[[], Any]:

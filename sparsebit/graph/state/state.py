@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nodes.node_queries import depends_on_input
+from sparsebit.graph.nodes.value_kinds import depends_on_input
 from sparsebit.graph.state.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.
@@ -30,6 +30,7 @@ CONTAINERS = (list, dict, set, collections.deque)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _MAX_ITEMS = 10_000
 _MAX_DEPTH = 6
+Undo = list[Callable[[], Any]]
 
 
 class ModuleState:
@@ -41,7 +42,7 @@ class ModuleState:
         self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
         self.hooks = {name: dict(module.__dict__[name]) for name in _HOOKS}
         self.children = dict(module._modules)
-        self.undo: list[Callable[[], None]] = []
+        self.undo: Undo = []
         self.prints = _prints(module, self.undo)
 
     def changed(self) -> str | None:
@@ -55,9 +56,8 @@ class ModuleState:
                 if held.get(name) is not value and not isinstance(value, fx.Proxy):
                     return str(name)
         # Others may have come: a trace installs modules that are made on the spot.
-        return next(
-            (name for name, child in self.children.items() if self.module._modules.get(name) is not child), None
-        )
+        now = self.module._modules
+        return next((name for name, child in self.children.items() if now.get(name) is not child), None)
 
     def changes(self) -> list[str]:
         """The names of all attributes but `training` whose values have changed."""
@@ -111,7 +111,7 @@ def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[Non
 @contextlib.contextmanager
 def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
     """Undo, at the end of the block, writes into tensors in `held`."""
-    tensors = [tensor for value in held for tensor in _tensors_in(value)]
+    tensors = [tensor for value in held for tensor in tensors_inside(value)]
     kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -122,17 +122,17 @@ def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
                     tensor.copy_(values)
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_inside(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors that a value holds. Unlike `tensors_of`, it makes nothing anew: the value may be anything."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
         for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None), depth + 1)
+            yield from tensors_inside(getattr(value, field.name, None), depth + 1)
     elif isinstance(value, (tuple, *CONTAINERS)) and depth < _MAX_DEPTH:
         items = list(value) if isinstance(value, tuple) else _held(value)
         for item in items[:_MAX_ITEMS]:
-            yield from _tensors_in(item, depth + 1)
+            yield from tensors_inside(item, depth + 1)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -178,7 +178,7 @@ class PythonRandomness:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
-def fingerprint(value: Any, undo: list[Callable[[], None]]) -> Any:
+def fingerprint(value: Any, undo: Undo) -> Any:
     """Something comparable that differs after a change of `value`, two levels deep; `undo` gets how to undo one."""
     return _print(value, undo, set(), _MAX_DEPTH - 1)
 
@@ -187,7 +187,7 @@ def _numpy_print(state: Any) -> Any:
     return state if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
-def _prints(module: nn.Module, undo: list[Callable[[], None]]) -> dict[str, Any]:
+def _prints(module: nn.Module, undo: Undo) -> dict[str, Any]:
     seen: set[int] = {id(module)}
     return {
         name: _print(value, undo, seen, 0)
@@ -196,7 +196,7 @@ def _prints(module: nn.Module, undo: list[Callable[[], None]]) -> dict[str, Any]
     }
 
 
-def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+def _print(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     """Something comparable that differs after a change of `value`, or of what it holds."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
         return "value", type(value), repr(value)
@@ -263,19 +263,16 @@ def _can_be_made(value: Any) -> bool:
         return False
 
 
-def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> tuple[Any, ...]:
+def _items(value: Any, undo: Undo, seen: set[int], depth: int) -> tuple[Any, ...]:
     def printed(item: Any) -> Any:
         return _print(item, undo, seen, depth + 1)
 
-    held = _held(value)
-    return (
-        tuple((printed(key), printed(item)) for key, item in held)
-        if isinstance(value, dict)
-        else tuple(map(printed, held))
-    )
+    if isinstance(value, dict):
+        return tuple((printed(key), printed(item)) for key, item in _held(value))
+    return tuple(map(printed, _held(value)))
 
 
-def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+def _inside(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     """The contents of an object, as far as they can be known."""
     if isinstance(value, random.Random):
         state = value.getstate()
@@ -283,31 +280,27 @@ def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: i
         return state
     if isinstance(value, torch.Generator):
         drawn = value.get_state()
-        undo.append(lambda: _set_back(value, drawn))
+        undo.append(lambda: value.set_state(drawn))
         return drawn.numpy().tobytes()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        kept = value.copy()
-        undo.append(lambda: numpy.copyto(value, kept))
-        return value.shape, value.tobytes()
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator.state
-        undo.append(lambda: setattr(value.bit_generator, "state", bits))
-        return str(bits)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        legacy = value.get_state()
-        undo.append(lambda: value.set_state(legacy))
-        return _numpy_print(legacy)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.ndarray):
+            kept = value.copy()
+            undo.append(lambda: numpy.copyto(value, kept))
+            return value.shape, value.tobytes()
+        if isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator.state
+            undo.append(lambda: setattr(value.bit_generator, "state", bits))
+            return str(bits)
+        if isinstance(value, numpy.random.RandomState):
+            legacy = value.get_state()
+            undo.append(lambda: value.set_state(legacy))
+            return _numpy_print(legacy)
     held = getattr(value, "__dict__", None)
     slots = _slots(value)
     if slots:
         undo.append(lambda: _fill(value, slots))
         return tuple((name, _print(item, undo, seen, depth + 1)) for name, item in slots.items())
     return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
-
-
-def _set_back(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
 
 
 def _slots(value: Any) -> dict[str, Any]:

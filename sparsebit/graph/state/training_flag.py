@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import operator
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,33 +29,18 @@ class TrainingFlag:
         note_eval_branch(self.tracer, self.path, self.is_stateless, user_line())
         return False
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
 
-    def __hash__(self) -> int:
-        return hash(bool(self))
+def _on_bool(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(bool(self), *others)
 
-    def __int__(self) -> int:
-        return int(bool(self))
 
-    __index__ = __int__
-
-    def __float__(self) -> float:
-        return float(bool(self))
-
-    def __str__(self) -> str:
-        return str(bool(self))
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    def __xor__(self, other: Any) -> Any:
-        return bool(self) ^ other
-
-    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "eq": operator.eq, "hash": hash, "int": int, "index": int, "float": float, "str": str,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "rand": operator.and_, "ror": operator.or_, "rxor": operator.xor,
+}  # fmt: skip
+for _name, _function in _OPERATIONS.items():
+    setattr(TrainingFlag, f"__{_name}__", _on_bool(_function))
 
 
 def is_stateless(module: nn.Module) -> bool:
@@ -78,20 +65,11 @@ def tests_identity(kind: Any) -> bool:
 
     No object but False itself passes such a test.
     """
-    functions = (
-        value
-        for base in kind.__mro__
-        if not base.__module__.startswith("torch.")
-        for value in vars(base).values()
-        if isinstance(value, types.FunctionType)
-    )
-    return any(_tests_identity(function.__code__) for function in functions)
+    own = (base for base in kind.__mro__ if not base.__module__.startswith("torch."))
+    members = (value for base in own for value in vars(base).values())
+    return any(isinstance(value, types.FunctionType) and _tests_identity(value.__code__) for value in members)
 
 
 def _tests_identity(code: types.CodeType) -> bool:
-    if "training" not in code.co_names:
-        return False
-    return any(
-        type(first.argval) is bool and second.opname == "IS_OP"
-        for first, second in itertools.pairwise(dis.get_instructions(code))
-    )
+    pairs = itertools.pairwise(dis.get_instructions(code) if "training" in code.co_names else ())
+    return any(type(first.argval) is bool and second.opname == "IS_OP" for first, second in pairs)

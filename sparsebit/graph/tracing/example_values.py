@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nodes.example import UNKNOWN, Example, evaluate_plainly, set_training, value_of
-from sparsebit.graph.nodes.node_queries import asks_for_sizes
+from sparsebit.graph.nodes.example import UNKNOWN, Example, evaluate_plainly, value_of
+from sparsebit.graph.nodes.value_kinds import asks_for_sizes
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.state.state import PythonRandomness, undisturbed_state
 from sparsebit.graph.tracing.traced_calls import TracedCalls
@@ -53,9 +53,11 @@ class ExampleValues:
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return UNKNOWN  # compiled code takes no tensors without data
         with undisturbed_outer_state(module, known=self._calls.places), undisturbed_state(module):
-            set_training(module, False)
-            if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
-                for part in module.modules():
+            is_users = not type(module).__module__.startswith("torch.nn.")
+            for part in module.modules():
+                if "training" in part.__dict__:
+                    part.__dict__["training"] = False
+                if is_users:  # its code may write into its buffers
                     part._buffers.update(self.fake(dict(part._buffers)))
                     tensors = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor)}
                     part.__dict__.update(self.fake(tensors))

@@ -14,16 +14,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 # Containers and composites of torch.nn: not one op each; the modules inside them are traced.
 _COMPOSITES: tuple[type[nn.Module], ...] = (
-    nn.Module,
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
+    nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder,
+    nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

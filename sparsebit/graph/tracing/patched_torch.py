@@ -37,24 +37,29 @@ def unfused_attention() -> Iterator[None]:
 def traced_factories(tracer: Any) -> Iterator[None]:
     """Inside, factories called with traced values, and random ones always, become nodes of the tracer's graph."""
     torch.overrides.get_overridable_functions()  # torch lists its functions once: before some are patched
-    saved = {name: getattr(torch, name) for name in (*_FACTORIES, *_RANDOM_FACTORIES)}
 
     def wrap(factory: Callable[..., Any]) -> Callable[..., Any]:
         is_random = factory.__name__ in _RANDOM_FACTORIES
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if not tracer.is_tracing_here():
-                return factory(*args, **kwargs)
-            if is_random or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+            if tracer.is_tracing_here() and (is_random or holds_proxy((args, kwargs))):
                 return tracer.create_proxy("call_function", factory, args, kwargs)
             return factory(*args, **kwargs)
 
         return traced
 
-    try:
-        for name, factory in saved.items():
-            setattr(torch, name, wrap(factory))
+    with contextlib.ExitStack() as stack:
+        for name in (*_FACTORIES, *_RANDOM_FACTORIES):
+            patch(stack, torch, name, wrap(getattr(torch, name)))
         yield
-    finally:
-        for name, factory in saved.items():
-            setattr(torch, name, factory)
+
+
+def patch(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute until the stack is closed."""
+    stack.callback(setattr, owner, name, owner.__dict__[name])
+    setattr(owner, name, replacement)
+
+
+def holds_proxy(value: Any) -> bool:
+    """Whether a traced value is in the nested structure."""
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))

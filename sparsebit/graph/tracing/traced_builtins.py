@@ -22,19 +22,11 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.nodes.example import UNKNOWN, class_name, kind_of, value_of
-from sparsebit.graph.nodes.node_queries import is_part_of_input
-from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.nodes.value_kinds import is_part_of_input, python_values
 from sparsebit.graph.state.training_flag import TrainingFlag
 
-_FOLDERS = tuple(
-    folder + os.sep
-    for folder in (
-        os.path.dirname(torch.__file__),
-        str(Path(__file__).parents[2]),  # the whole package
-        sysconfig.get_paths()["stdlib"],
-    )
-)
-_SITE = sysconfig.get_paths()["purelib"] + os.sep
+_OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package
+_STDLIB, _SITE = (sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
 _NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})  # code of no model, 800 modules of it
 _MISSING = object()
 _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
@@ -46,7 +38,7 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     replacements = _replacements(tracer)
     _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
-    given = [(space, _missing(replacements, space)) for space in spaces]
+    given = [(space, {k: v for k, v in replacements.items() if k not in space}) for space in spaces]
     is_tensor = torch.is_tensor
     try:
         for space, names in given:
@@ -58,13 +50,6 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
         for space, names in given:
             for name in names:
                 space.pop(name, None)
-
-
-def _missing(replacements: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
-    """Those that the module has not defined itself."""
-    if space.keys().isdisjoint(replacements):  # nearly always, and there are thousands of modules
-        return replacements
-    return {name: value for name, value in replacements.items() if name not in space}
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,17 +72,15 @@ def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
-    if type(space) is not dict:
-        return False
-    if str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
+    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
         return False
     file = space.get("__file__")
     return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"
 
 
 def _is_users_file(file: str) -> bool:
-    in_stdlib = file.startswith(_FOLDERS[2]) and not file.startswith(_SITE)
-    return not in_stdlib and not file.startswith(_FOLDERS[:2])
+    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE)
+    return not in_stdlib and not file.startswith(_OURS)
 
 
 def _replacements(tracer: Any) -> dict[str, Any]:
@@ -187,10 +170,10 @@ def _may_vary(tracer: Any, node: fx.Node) -> bool:
     Without an example a value is assumed to be a tensor, and guarded; a result of unknown code is not.
     """
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)
-    if value_of(node) is UNKNOWN and module is not None and not is_known:
-        tracer.refuse("asks for the class of a value that is not known without example_inputs")
     if module is not None:
+        is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)
+        if value_of(node) is UNKNOWN and not is_known:
+            tracer.refuse("asks for the class of a value that is not known without example_inputs")
         return not is_known
     return value_of(node) is UNKNOWN or node.op == "placeholder" or is_part_of_input(node)
 

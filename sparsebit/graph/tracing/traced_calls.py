@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import fx, nn
 
-from sparsebit.graph.nodes.node_queries import is_write_into
+from sparsebit.graph.nodes.value_kinds import is_write_into
 from sparsebit.graph.state.outer_state import OuterState, Place
 from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.state.training_flag import note_identity_test
@@ -28,9 +28,7 @@ class TracedCalls:
         self._refusals: list[str] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
-        error.
-        """
+        """End the trace of the module whose code runs now; the reason is kept, as that code may catch the error."""
         self._refusals.append(reason)
         raise fx.proxy.TraceError(reason)
 
@@ -47,10 +45,8 @@ class TracedCalls:
             if len(self._refusals) > refusals:
                 raise fx.proxy.TraceError(self._refusals[refusals])
             self._check_assigned(module, path)
-            changed = next((name for state in states if (name := state.changed()) is not None), None)
-            if changed is not None:
-                raise fx.proxy.TraceError(f"changes the attribute {changed!r}: the next call may depend on this one")
-            changed = outside.changed()
+            attributes = (f"the attribute {name!r}" for state in states if (name := state.changed()) is not None)
+            changed = next(attributes, None) or outside.changed()
             if changed is not None:
                 raise fx.proxy.TraceError(f"changes {changed}: the next call may depend on this one")
             if randomness.has_changed():

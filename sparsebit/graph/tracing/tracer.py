@@ -26,22 +26,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sparsebit.graph.nodes.aliasing import OPERATORS, writes_by_name
-from sparsebit.graph.nodes.example import (
-    GIVEN,
-    Example,
-    ExampleProxy,
-    forget_values,
-    guard,
-    value_of,
-)
+from sparsebit.graph.nodes.example import GIVEN, Example, ExampleProxy, forget_values, guard, value_of
 from sparsebit.graph.nodes.graph_module import NAME_KEY
 from sparsebit.graph.nodes.node_names import NodeNames
-from sparsebit.graph.nodes.node_queries import (
-    asks_about_training,
-    depends_on_input,
-    is_part_of_input,
-)
-from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.nodes.value_kinds import asks_about_training, depends_on_input, is_part_of_input, python_values
 from sparsebit.graph.state.state import RequiredGradients, is_iterator, undisturbed_state
 from sparsebit.graph.state.training_flag import TrainingFlag, tests_identity
 from sparsebit.graph.tracing.example_values import ExampleValues
@@ -101,9 +89,6 @@ class LeafTracer(fx.Tracer):
         return self._thread == threading.get_ident() and not self._values.is_evaluating
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
-        error.
-        """
         self._calls.refuse(reason)
 
     def class_of(self, obj: fx.Proxy) -> type:
@@ -165,20 +150,16 @@ class LeafTracer(fx.Tracer):
         signature = inspect.signature(self.root.forward)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in signature.parameters.values():
+        for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 extra = [name for name in (*self.constants, *self.inputs) if name not in signature.parameters]
                 kwargs.update({name: self._input(name) for name in extra})
-                continue
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                if parameter.name not in self.constants:
-                    raise fx.proxy.TraceError(f"forward takes *{parameter.name}: how many values come is not known")
-                continue
-            value = self._input(parameter.name)
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                args.append(value)
-            else:
-                kwargs[parameter.name] = value
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                args.append(self._input(name))
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                kwargs[name] = self._input(name)
+            elif name not in self.constants:
+                raise fx.proxy.TraceError(f"forward takes *{name}: how many values come is not known")
         root = self.root
 
         def forward(*values: Any) -> Any:
@@ -244,9 +225,7 @@ class LeafTracer(fx.Tracer):
         return self.create_proxy("call_function", target, (proxy, other), {})
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
-        """Record in the graph that the trace assumed `answer` for `node`. A node that reads weights alone needs no
-        guard.
-        """
+        """Record in the graph that the trace assumed `answer` for `node`; no guard is needed for weights alone."""
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
         if not depends_on_input(node):

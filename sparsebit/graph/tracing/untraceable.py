@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsebit.graph.tracing.patched_torch import holds_proxy, patch
+from sparsebit.graph.values.nested import storage_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TRACER = os.path.join("sparsebit", "graph", "tracing", "tracer.py")
@@ -40,7 +43,7 @@ class ConcreteOps(TorchDispatchMode):
     def __init__(self, tracer: Any, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
-        self.weights = {_storage(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        self.weights = {storage_of(tensor) for tensor in (*root.parameters(), *root.buffers())}
         self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no other storage gets their number
 
     def __torch_dispatch__(
@@ -51,18 +54,20 @@ class ConcreteOps(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.tracer.refuse(f"{func.overloadpacket}: random numbers that a graph would draw only once")
-        for argument, value in _named(func, args, kwargs):
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, torch.Tensor):
-                    self._check(func, tensor, argument.alias_info is not None and argument.alias_info.is_write)
+        arguments = func._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        for argument in arguments:
+            for tensor in _tensors_in(given.get(argument.name)):
+                self._check(func, tensor, argument.alias_info is not None and argument.alias_info.is_write)
         output = func(*args, **kwargs)
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and not _shares(tensor, args, kwargs):
-                self.made.setdefault(_storage(tensor), tensor)
+        known = {storage_of(tensor) for tensor in _tensors_in((args, kwargs))}
+        for tensor in _tensors_in(output):
+            if storage_of(tensor) not in known:  # neither an argument nor a view of one
+                self.made.setdefault(storage_of(tensor), tensor)
         return output
 
     def _check(self, func: Any, tensor: torch.Tensor, is_write: bool) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage in self.weights and not func.is_view:
             self.tracer.refuse(f"{func.overloadpacket} on a parameter or buffer that is not read as an attribute")
         if is_write and storage not in self.made:
@@ -84,39 +89,34 @@ def watched(tracer: Any, root: nn.Module) -> Iterator[None]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether the module, or every module, has hooks: their side effects (counting, storing) are not in the graph."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     everywhere = torch.nn.modules.module
-    return any(
-        (
-            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-            everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks, everywhere._global_backward_hooks,
-            everywhere._global_backward_pre_hooks,
-        )
-    )  # fmt: skip
+    return any(getattr(module, f"_{kind}") or getattr(everywhere, f"_global_{kind}") for kind in kinds)
 
 
 def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
     for owner, method, name in _MODES:
-        _patch(stack, owner, method, _refusing(tracer, getattr(owner, method), f"computes under {name}"))
+        patch(stack, owner, method, _refusing(tracer, getattr(owner, method), f"computes under {name}"))
     saving = torch.autograd.graph.saved_tensors_hooks  # checkpoints of torch use them too, to the same effect
     reason = "computes under torch.autograd.graph.saved_tensors_hooks()"
-    _patch(stack, saving, "__enter__", _refusing(tracer, saving.__enter__, reason, users_only=True))
+    patch(stack, saving, "__enter__", _refusing(tracer, saving.__enter__, reason, users_only=True))
     for name in _QUESTIONS:
         reason = f"asks torch.{name}(): the answer may differ from call to call"
-        _patch(stack, torch, name, _refusing(tracer, getattr(torch, name), reason, users_only=True))
+        patch(stack, torch, name, _refusing(tracer, getattr(torch, name), reason, users_only=True))
     for module in (torch, torch.random):
         for name in _SEEDS:
-            _patch(stack, module, name, _refusing(tracer, getattr(module, name), f"calls torch.{name}()"))
+            patch(stack, module, name, _refusing(tracer, getattr(module, name), f"calls torch.{name}()"))
     _patch_entropy(tracer, stack)
     unwrap = torch._functorch.utils.unwrap_dead_wrappers
 
     def unwrap_or_refuse(args: tuple[Any, ...]) -> Any:
         """Called by `autograd.Function.apply`, also by one that was bound before the trace."""
-        if tracer.is_tracing_here() and any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(args)):
+        if tracer.is_tracing_here() and holds_proxy(args):
             function = sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
             tracer.refuse(f"calls the autograd.Function {function.__name__}, which has a backward of its own")
         return unwrap(args)
 
-    _patch(stack, torch._functorch.utils, "unwrap_dead_wrappers", unwrap_or_refuse)
+    patch(stack, torch._functorch.utils, "unwrap_dead_wrappers", unwrap_or_refuse)
 
 
 def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
@@ -135,7 +135,7 @@ def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
         return read_or_refuse
 
     for owner, name in ((os, "urandom"), (random, "_urandom")):
-        _patch(stack, owner, name, reading(getattr(owner, name)))
+        patch(stack, owner, name, reading(getattr(owner, name)))
     seed = random.Random.seed
 
     def seed_or_refuse(generator: random.Random, a: Any = None, version: int = 2) -> None:
@@ -143,7 +143,7 @@ def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
             refuse()
         seed(generator, a, version)
 
-    _patch(stack, random.Random, "seed", seed_or_refuse)
+    patch(stack, random.Random, "seed", seed_or_refuse)
 
 
 def _is_importing() -> bool:
@@ -166,24 +166,5 @@ def _refusing(tracer: Any, original: Callable[..., Any], reason: str, users_only
     return refuse_or_call
 
 
-def _patch(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
-    original = owner.__dict__[name]
-    stack.callback(setattr, owner, name, original)
-    setattr(owner, name, replacement)
-
-
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Each argument of the op's schema with what it was given."""
-    arguments = func._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [(argument, given[argument.name]) for argument in arguments if argument.name in given]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_nested else id(tensor)
-
-
-def _shares(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the tensor is one of the arguments, or a view of one."""
-    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return any(_storage(tensor) == _storage(other) for other in given)
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -19,12 +19,8 @@ def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = flattened(signature.bind(*args, **kwargs))
     form: CallForm = {name: value if is_constant(value) else VARYING for name, value in given.items()}
     for name, parameter in signature.parameters.items():
-        if name in given:
-            continue
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            form[name] = ()
-        elif parameter.kind is not parameter.VAR_KEYWORD:
-            form[name] = parameter.default
+        if name not in given and parameter.kind is not parameter.VAR_KEYWORD:
+            form[name] = () if parameter.kind is parameter.VAR_POSITIONAL else parameter.default
     return form
 
 

@@ -24,19 +24,16 @@ def difference(got: Any, expected: Any, place: str = "the output", *, slack: flo
     """
     if isinstance(expected, Tensor) or isinstance(got, Tensor):
         return _tensor_difference(got, expected, place, slack)
-    if isinstance(expected, Mapping):
-        if not isinstance(got, Mapping) or list(got) != list(expected):
-            return f"{place} is {_shape(got)} in place of {_shape(expected)}"
+    is_mapping, is_same_type = isinstance(expected, Mapping), type(got) is type(expected)
+    if is_mapping and isinstance(got, Mapping) and list(got) == list(expected):
         pairs = [(got[key], expected[key], f"{place}[{key!r}]") for key in expected]
-    elif isinstance(expected, (tuple, list)):
-        if type(got) is not type(expected) or len(got) != len(expected):
-            return f"{place} is {_shape(got)} in place of {_shape(expected)}"
+    elif isinstance(expected, (tuple, list)) and is_same_type and len(got) == len(expected):
         pairs = [(a, b, f"{place}[{index}]") for index, (a, b) in enumerate(zip(got, expected, strict=True))]
-    elif dataclasses.is_dataclass(expected) and not isinstance(expected, type):
-        if type(got) is not type(expected):
-            return f"{place} is {_shape(got)} in place of {_shape(expected)}"
+    elif dataclasses.is_dataclass(expected) and not isinstance(expected, type) and is_same_type and not is_mapping:
         names = [field.name for field in dataclasses.fields(expected)]
         pairs = [(getattr(got, name), getattr(expected, name), f"{place}.{name}") for name in names]
+    elif is_mapping or not is_same_type or isinstance(expected, (tuple, list)):
+        return _other_form(got, expected, place)
     else:
         return _scalar_difference(got, expected, place)
     return next(filter(None, (difference(*pair, slack=slack) for pair in pairs)), None)
@@ -44,9 +41,9 @@ def difference(got: Any, expected: Any, place: str = "the output", *, slack: flo
 
 def _tensor_difference(got: Any, expected: Any, place: str, slack: float) -> str | None:
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
-        return f"{place} is {_shape(got)} in place of {_shape(expected)}"
+        return _other_form(got, expected, place)
     if (got.dtype, got.shape) != (expected.dtype, expected.shape):
-        return f"{place} is {_shape(got)} in place of {_shape(expected)}"
+        return _other_form(got, expected, place)
     if got.device != expected.device or got.is_meta:
         return None if got.is_meta and expected.is_meta else f"{place} is on {got.device}, not on {expected.device}"
     one, other = (_plain(tensor.detach()) for tensor in (got, expected))
@@ -79,13 +76,15 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _scalar_difference(got: Any, expected: Any, place: str) -> str | None:
-    if type(got) is not type(expected):
-        return f"{place} is {_shape(got)} in place of {_shape(expected)}"
     if isinstance(expected, float):
         return difference(torch.tensor(got, dtype=torch.float64).float(), torch.tensor(expected).float(), place)
     if isinstance(expected, (bool, int, str, bytes, complex, torch.dtype, torch.device)) and got != expected:
         return f"{place} is {got!r} in place of {expected!r}"
     return None
+
+
+def _other_form(got: Any, expected: Any, place: str) -> str:
+    return f"{place} is {_shape(got)} in place of {_shape(expected)}"
 
 
 def _shape(value: Any) -> str:

@@ -12,13 +12,14 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparsebit.errors import CaptureError
+from sparsebit.graph.values.code import names_in
 
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _REGISTRIES = nn.Module().__dict__.keys()
@@ -59,15 +60,11 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
             if twin is not original:
-                _copy_gradient_hooks(original, twin)
+                for hook in (original._backward_hooks or {}).values():
+                    twin.register_hook(hook)
+                for hook in (original._post_accumulate_grad_hooks or {}).values():
+                    twin.register_post_accumulate_grad_hook(hook)
     return copied
-
-
-def _copy_gradient_hooks(original: torch.Tensor, twin: torch.Tensor) -> None:
-    for hook in (original._backward_hooks or {}).values():
-        twin.register_hook(hook)
-    for hook in (original._post_accumulate_grad_hooks or {}).values():
-        twin.register_post_accumulate_grad_hook(hook)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -94,8 +91,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses."""
-    return {id(tensor): tensor.detach().clone() for tensor in _computed_tensors(model)}
+    """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses: those with a gradient history
+    that a module keeps as an attribute (what an old `weight_norm` computes, say).
+    """
+    values = (value for module in model.modules() for value in _leaves(module.__dict__))
+    computed = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
+    return {id(tensor): tensor.detach().clone() for tensor in computed}
 
 
 def _empty_containers(model: nn.Module) -> dict[int, Any]:
@@ -106,14 +107,6 @@ def _empty_containers(model: nn.Module) -> dict[int, Any]:
         for value in module.__dict__.values()
         if type(value) in (dict, OrderedDict, list, set) and not value
     }
-
-
-def _computed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors with a gradient history that a module keeps as an attribute: what an old `weight_norm` computes, say."""
-    for module in model.modules():
-        for value in _leaves(module.__dict__):
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                yield value
 
 
 def is_held(root: nn.Module, part: nn.Module) -> bool:
@@ -132,67 +125,57 @@ def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
 
 def rebind_functions(originals: Iterable[nn.Module], copies: Iterable[nn.Module], memo: dict[int, Any]) -> None:
     """Make functions on instances of `copies` that refer to `originals` refer to the copies. `memo`: deepcopy's."""
-    _Rebinder(originals, memo).rebind(copies)
+    rebinder = _Rebinder(list(originals), memo)
+    for module in copies:
+        for name, value in list(module.__dict__.items()):
+            if name in _HOOKS:
+                value.update({key: rebinder.twin(hook) for key, hook in value.items()})
+            elif name not in _REGISTRIES and (twin := rebinder.twin(value)) is not value:
+                module.__dict__[name] = twin
 
 
 class _Rebinder:
-    """Makes functions that refer to parts of the original refer to the copy's."""
-
-    def __init__(self, originals: Iterable[nn.Module], memo: dict[int, Any]) -> None:
-        modules = list(originals)
+    def __init__(self, modules: list[nn.Module], memo: dict[int, Any]) -> None:
         tensors = [t for m in modules for registry in (m._parameters, m._buffers) for t in registry.values()]
         self.twins = {id(part): memo[id(part)] for part in (*modules, *tensors) if id(part) in memo}
         self.done: dict[int, Any] = {}
         parts = [part for part in (*modules, *tensors) if part is not None]
         self.references = {id(reference): part for part in parts for reference in weakref.getweakrefs(part)}
 
-    def rebind(self, copies: Iterable[nn.Module]) -> None:
-        for module in copies:
-            for name, value in list(module.__dict__.items()):
-                if name in _HOOKS:
-                    for key, hook in list(value.items()):
-                        value[key] = self._twin(hook)
-                elif name not in _REGISTRIES:
-                    twin = self._twin(value)
-                    if twin is not value:
-                        module.__dict__[name] = twin
-
-    def _twin(self, value: Any, depth: int = 4) -> Any:
+    def twin(self, value: Any, depth: int = 4) -> Any:
         """`value` with every part of the original in it replaced; the same object where there is none."""
         if id(value) in self.twins:
             return self.twins[id(value)]
         if id(value) in self.references:
             twin = self.twins.get(id(self.references[id(value)]))
-            return (
-                value if twin is None else weakref.ref(twin) if isinstance(value, weakref.ref) else weakref.proxy(twin)
-            )
+            make = weakref.ref if isinstance(value, weakref.ref) else weakref.proxy
+            return value if twin is None else make(twin)
         if isinstance(value, types.FunctionType):
             if id(value) not in self.done:
                 self.done[id(value)] = value  # a function may refer to itself
                 self.done[id(value)] = self._function(value)
             return self.done[id(value)]
         if isinstance(value, types.MethodType):
-            function, owner = self._twin(value.__func__), self._twin(value.__self__)
+            function, owner = self.twin(value.__func__), self.twin(value.__self__)
             is_same = function is value.__func__ and owner is value.__self__
             return value if is_same else types.MethodType(function, owner)
         if type(value) is functools.partial:
             parts = value.func, value.args, value.keywords
-            function, args, kwargs = twins = tuple(map(self._twin, parts))
+            function, args, kwargs = twins = tuple(map(self.twin, parts))
             is_same = all(twin is part for twin, part in zip(twins, parts, strict=True))
             return value if is_same else functools.partial(function, *args, **kwargs)
         if type(value) not in _CONTAINERS or not depth:
             return value
         if isinstance(value, dict):
-            pairs = {key: self._twin(item, depth - 1) for key, item in value.items()}
+            pairs = {key: self.twin(item, depth - 1) for key, item in value.items()}
             return pairs if any(pairs[key] is not value[key] for key in pairs) else value
-        items = [self._twin(item, depth - 1) for item in value]
+        items = [self.twin(item, depth - 1) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = tuple(self._cell(cell) for cell in function.__closure__ or ())
-        defaults = self._twin(function.__defaults__)
-        keywords = self._twin(function.__kwdefaults__)
-        names = self._twin({name: function.__globals__.get(name) for name in _global_names(function.__code__)})
+        defaults, keywords = self.twin(function.__defaults__), self.twin(function.__kwdefaults__)
+        names = self.twin({name: function.__globals__.get(name) for name in names_in(function.__code__)})
         overridden = {name: item for name, item in names.items() if item is not function.__globals__.get(name)}
         is_same = defaults is function.__defaults__ and keywords is function.__kwdefaults__ and not overridden
         if is_same and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
@@ -201,12 +184,8 @@ class _Rebinder:
         twin = types.FunctionType(function.__code__, namespace, function.__name__, defaults, cells or None)
         twin.__kwdefaults__ = keywords
         twin.__dict__.update(function.__dict__)
-        twin.__doc__, twin.__module__, twin.__qualname__ = (
-            function.__doc__,
-            function.__module__,
-            function.__qualname__,
-        )
-        twin.__annotations__ = function.__annotations__
+        for name in ("__doc__", "__module__", "__qualname__", "__annotations__"):
+            setattr(twin, name, getattr(function, name))
         return twin
 
     def _cell(self, cell: types.CellType) -> types.CellType:
@@ -214,25 +193,16 @@ class _Rebinder:
             content = cell.cell_contents
         except ValueError:  # not filled yet
             return cell
-        twin = self._twin(content)
+        twin = self.twin(content)
         return cell if twin is content else types.CellType(twin)
 
 
 class _Overridden(dict[str, Any]):
     """A function's globals with some names replaced; all others are read from the real ones at the time of use."""
 
-    def __init__(self, real: Mapping[str, Any], overridden: Mapping[str, Any]) -> None:
-        super().__init__(overridden)
-        self["__builtins__"] = real["__builtins__"]
+    def __init__(self, real: dict[str, Any], overridden: dict[str, Any]) -> None:
+        super().__init__(overridden, __builtins__=real["__builtins__"])
         self.real = real
 
     def __missing__(self, name: str) -> Any:
         return self.real[name]
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names

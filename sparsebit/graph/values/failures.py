@@ -39,7 +39,8 @@ def describe_failure(error: BaseException, path: str, module: nn.Module) -> Untr
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if _CACHE.search(reason):  # a class of transformers, which a call keeps between the tokens that it generates
         reason += "; call the model with use_cache=False (model.config.use_cache = False), and it can be traced"
-    line = _failing_line(error) or forward_line(module)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else forward_line(module)
     return Untraced(path, type(module).__name__, f"{type(error).__name__}: {reason}", line)
 
 
@@ -74,11 +75,6 @@ def user_line() -> str:
         return "unknown line"
     file, number = frame.f_code.co_filename, frame.f_lineno
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
-
-
-def _failing_line(error: BaseException) -> str | None:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
 def is_ours(filename: str) -> bool:

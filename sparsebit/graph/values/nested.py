@@ -57,6 +57,11 @@ def is_symbolic(tensors: list[torch.Tensor]) -> bool:
     return is_transformed or is_traced or is_watched or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
 
 
+def storage_of(x: torch.Tensor) -> int:
+    """A number that tensors share if they share memory."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided and not x.is_nested else id(x)
+
+
 def unwrapped(x: torch.Tensor) -> list[torch.Tensor]:
     """The tensors inside of one that `torch.func` has wrapped: under `vmap`, one for each element of the batch."""
     functorch = torch._C._functorch

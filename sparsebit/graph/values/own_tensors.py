@@ -12,25 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.graph.values.nested import is_symbolic, map_nested, tensors_of
+from sparsebit.graph.values.nested import is_symbolic, map_nested, storage_of, tensors_of
 
 
 def with_own_tensors(output: Any, inputs: Any) -> Any:
-    """`output` without views of temporaries, where no gradients are recorded; what shares memory with `inputs`, or with
-    another part of the output, stays as it is.
-    """
+    """Without gradients, `output` with own tensors where one is a view of memory that no input or other part shares."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return output
     tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
     if not any(map(_is_view, tensors)) or is_symbolic(tensors):
         return output
-    others = [_storage(x) for x in (*tensors_of(inputs), *tensors)]
-    return map_nested(Tensor, lambda x: x.data if _is_view(x) and others.count(_storage(x)) == 1 else x, output)
+    others = [storage_of(x) for x in (*tensors_of(inputs), *tensors)]
+    return map_nested(Tensor, lambda x: x.data if _is_view(x) and others.count(storage_of(x)) == 1 else x, output)
 
 
 def _is_view(x: Tensor) -> bool:
     return x._is_view() and x.layout is torch.strided and not x.is_inference()
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided and not x.is_nested else id(x)

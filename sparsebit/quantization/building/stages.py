@@ -20,13 +20,10 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
-from sparsebit.graph.passes.fold_concatenated import fold_concatenated
-from sparsebit.graph.passes.fold_flattened import fold_flattened
 from sparsebit.graph.passes.fold_scales import fold_scales
-from sparsebit.graph.passes.functional_layers import lift_functional_layers
+from sparsebit.graph.passes.functional_layers import lift_functional_layers, lift_functional_norms
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.merge_branches import merge_branches
-from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.graph.region import Region
 from sparsebit.graph.values.failures import report_own_fault
@@ -50,13 +47,7 @@ def prepare(
 
     Returns the graphs (by path) that cannot be prepared, with the reason: their modules must run their own code.
     """
-    wanted = {
-        fold_batchnorm: folds_batchnorm,
-        fold_concatenated: folds_batchnorm,
-        fold_flattened: folds_batchnorm,
-        merge_branches: merges_branches,
-        fold_scales: folds_scales,
-    }
+    wanted = {fold_batchnorm: folds_batchnorm, merge_branches: merges_branches, fold_scales: folds_scales}
     passes = [step for step, is_wanted in wanted.items() if is_wanted]
     reasons = {path: _why_not_prepared(region, passes) for path, region in captured.regions.items()}
     return {path: reason for path, reason in reasons.items() if reason}
@@ -109,7 +100,7 @@ def _prepare(region: Region, passes: Sequence[Transform]) -> None:
     """Run the native passes, in order, and the optional ones."""
     functionalize(region.graph_module)
     simplify(region.graph_module)
-    normalize(region.graph_module, region.source)
+    lift_functional_norms(region.graph_module, region.source)
     lift_functional_layers(region.graph_module)
     for step in passes:
         step(region.graph_module)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,3 +63,23 @@ def test_state_behind_a_captured_graph_is_kept_too() -> None:
         model(torch.randn(2, 4))
         assert model.block.seen == [1]
     assert model.block.seen == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_state_kept_undoes_writes_into_tensors_inside_of_lists_and_into_compiled_modules() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = [torch.zeros(2)]
+            self.compiled = torch.jit.script(nn.BatchNorm1d(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache[0].add_(1)
+            return self.compiled(x)
+
+    model = Caching()
+    with state_kept(model):
+        model(torch.randn(4, 2))
+        model.eval()
+    assert model.cache[0].tolist() == [0, 0]
+    assert model.compiled.training and int(model.compiled.num_batches_tracked) == 0

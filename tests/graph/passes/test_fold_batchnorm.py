@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsebit.errors import CaptureError
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_batchnorm
-from sparsebit.graph.passes.normalize import normalize
+from sparsebit.graph.passes.functional_layers import lift_functional_norms
 from tests.graph.passes.norms import with_statistics
 
 
@@ -223,7 +223,7 @@ def test_a_norm_with_activation_folds_after_normalize() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 4, 1), with_statistics(BatchNormAct(4))).eval()
     region = capture(model).regions[""]
-    normalize(region.graph_module, region.source)
+    lift_functional_norms(region.graph_module, region.source)
     assert fold_batchnorm(region.graph_module) == 1
     x = torch.randn(2, 3, 4, 4)
     torch.testing.assert_close(region.graph_module(x), model(x), rtol=1e-4, atol=1e-5)

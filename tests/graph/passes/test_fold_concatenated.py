@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.graph.capture import capture
-from sparsebit.graph.passes.fold_concatenated import fold_concatenated
+from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from tests.graph.passes.norms import with_statistics
 
 
@@ -77,7 +77,7 @@ def test_what_is_folded(forward: Any, folded: int, affine: bool) -> None:
     model.eval()
     expected = model(x)
     region = capture(model).regions[""]
-    assert fold_concatenated(region.graph_module) == folded
+    assert fold_batchnorm(region.graph_module) == folded
     assert sum(isinstance(module, _BatchNorm) for module in region.graph_module.modules()) == 1 - folded
     torch.testing.assert_close(region.graph_module(x), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(region.source(x), expected, rtol=1e-4, atol=1e-5)
@@ -95,4 +95,4 @@ def test_concatenation_along_another_axis_stays() -> None:
             return self.bn(torch.cat([self.one(x), self.two(x)], 2))
 
     region = capture(Tall().eval()).regions[""]
-    assert fold_concatenated(region.graph_module) == 0
+    assert fold_batchnorm(region.graph_module) == 0

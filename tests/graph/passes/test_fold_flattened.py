@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.graph.capture import capture
-from sparsebit.graph.passes.fold_flattened import fold_flattened
+from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from tests.graph.passes.norms import with_statistics
 
 
@@ -67,7 +67,7 @@ def test_what_is_folded(forward: Any, folded: int) -> None:
     model, x = Tokens(forward).eval(), torch.randn(2, 5, 6)
     expected = model(x)
     region = capture(model, example=((x,), {})).regions[""]
-    assert fold_flattened(region.graph_module) == folded
+    assert fold_batchnorm(region.graph_module) == folded
     assert sum(isinstance(module, _BatchNorm) for module in region.graph_module.modules()) == 1 - folded
     torch.testing.assert_close(region.graph_module(x), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(region.source(x), expected, rtol=1e-4, atol=1e-5)
@@ -80,12 +80,12 @@ def test_what_is_folded(forward: Any, folded: int) -> None:
 def test_without_an_example_all_axes_but_the_last_must_be_named(end: int, folded: int) -> None:
     """Of four axes the first two are flattened: the norm's channels would be others."""
     model = Tokens(lambda self, x: self.bn(self.linear(x).flatten(0, end))).eval()
-    assert fold_flattened(capture(model).regions[""].graph_module) == folded
+    assert fold_batchnorm(capture(model).regions[""].graph_module) == folded
 
 
 def test_four_axes_with_two_of_them_flattened_stay() -> None:
     model = Tokens(lambda self, x: self.bn(self.linear(x).flatten(0, 1))).eval()
     x = torch.randn(2, 3, 4, 6)
     region = capture(model, example=((x,), {})).regions[""]
-    assert fold_flattened(region.graph_module) == 0
+    assert fold_batchnorm(region.graph_module) == 0
     torch.testing.assert_close(region.graph_module(x), model(x))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.fold_scales import fold_scales
-from sparsebit.graph.passes.normalize import normalize
+from sparsebit.graph.passes.functional_layers import lift_functional_norms
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import qconfig
 
@@ -31,7 +31,7 @@ class Scaled(nn.Module):
 def check(model: nn.Module, x: Tensor, folded: int) -> Any:
     model.eval()
     region = capture(model, example=((x,), {})).regions[""]
-    normalize(region.graph_module, region.source)
+    lift_functional_norms(region.graph_module, region.source)
     assert fold_scales(region.graph_module) == folded
     torch.testing.assert_close(region.graph_module(x), model(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(region.source(x), model(x), rtol=1e-4, atol=1e-5)  # its own code stays valid

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.graph.capture import capture
+from sparsebit.graph.passes.functional_layers import lift_functional_norms
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.merge_branches import merge_branches
-from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.quantization import QuantModel
 from tests.graph.passes.norms import with_statistics
@@ -38,7 +38,7 @@ def check(model: nn.Module, x: Tensor, merged: int) -> Any:
     region = capture(model, example=((x,), {})).regions[""]
     functionalize(region.graph_module)
     simplify(region.graph_module)
-    normalize(region.graph_module, region.source)
+    lift_functional_norms(region.graph_module, region.source)
     assert merge_branches(region.graph_module) == merged
     torch.testing.assert_close(region.graph_module(x), model(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(region.source(x), model(x), rtol=1e-4, atol=1e-5)  # its own code stays valid

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
-from sparsebit.graph.passes.normalize import normalize
+from sparsebit.graph.passes.functional_layers import lift_functional_norms
 from tests.graph.passes.norms import with_statistics
 
 
@@ -63,7 +63,7 @@ class Unaffine(nn.BatchNorm2d):
 
 def captured_and_normalized(model: nn.Module) -> Any:
     region = capture(model).regions[""]
-    normalize(region.graph_module, region.source)
+    lift_functional_norms(region.graph_module, region.source)
     return region
 
 
