@@ -19,17 +19,15 @@ from torch import nn
 
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
-from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import batches_of
-from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.planning.sites import split_site
 from sparsebit.quantization.post_training import quantize
-from sparsebit.sparse.budgets.layer_budgets import LayerWeight
-from sparsebit.sparse.budgets.ratio_search import CANDIDATES, RatioOptions
+from sparsebit.sparse.budgets.layer_budgets import LayerWeight, tables
+from sparsebit.sparse.budgets.ratio_search import CANDIDATES, RatioOptions, check_budgets
 from sparsebit.sparse.shrinking.surgery import apply_plan
 from sparsebit.sparse.sparse_config import SparseConfig
 from sparsebit.sparse.sparse_model import SparseModel
@@ -58,8 +56,8 @@ class JointChoice:
     limits: Mapping[str, float]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {self.spent[name]:.4f} of the dense float model's, {limit:g} allowed"
-                 for name, limit in self.limits.items()]  # fmt: skip
+        told = "of the dense float model's"
+        lines = [f"{name}: {self.spent[name]:.4f} {told}, {limit:g} allowed" for name, limit in self.limits.items()]
         lines += [f"  {ratio:6.3f} of the channels of {name} go" for name, ratio in self.ratios.items()]
         return "\n".join([*lines, *(f"  {count:2d} bits  {name}" for name, count in self.bits.items())])
 
@@ -86,7 +84,7 @@ def choose_channels_and_bits(
     >>> smodel.calc_params()  # doctest: +SKIP
     >>> qmodel = sparsebit.quantize(smodel.shrink(), batches, found.qconfig)  # doctest: +SKIP
     """
-    _check(budgets)
+    check_budgets(budgets, BUDGETS, shares=BUDGETS)
     listed = list(batches_of(batches))
     smodel = SparseModel(model, sconfig, listed[0] if listed else None).eval()
     options = smodel.ratio_options(listed, candidates=candidates, round_to=round_to)
@@ -100,10 +98,9 @@ def choose_channels_and_bits(
         places, cost = program.solve(limits)
         ratios = {name: own[program.ratio_place(name, places)] for name, own in options.ratios.items()}
         bits = {site: program.bits_of(site, places) for site in noise}
-        small = copy_model(smodel.masked_model())
-        apply_plan(
-            small, smodel.groups.plan([unit for name, ratio in ratios.items() for unit in options.dead(name, ratio)])
-        )
+        small = smodel.masked_model()
+        dead = [unit for name, ratio in ratios.items() for unit in options.dead(name, ratio)]
+        apply_plan(small, smodel.groups.plan(dead))
         spent = program.shares(places)
         if "bytes" in budgets:  # counted on the model, including parts outside of the program: buffers, scales
             spent["bytes"] = _num_bytes(small, bits) / _num_bytes(smodel.model, {})
@@ -114,16 +111,6 @@ def choose_channels_and_bits(
     layers = {split_site(site)[0]: count for site, count in bits.items()}
     changed = with_bits(qmodel.config, qmodel.plan.layers, layers, {})
     return JointChoice(smodel.config_of(ratios), changed, ratios, bits, cost, spent, dict(budgets))
-
-
-def _check(budgets: Mapping[str, float]) -> None:
-    if not budgets:
-        raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
-    for name, limit in budgets.items():
-        if name not in BUDGETS:
-            raise ConfigError(f"budget {name!r}: allowed: {', '.join(BUDGETS)}")
-        if not 0 < limit <= 1:
-            raise ConfigError(f"budget {name}={limit:g}: a share of the dense float model's, above 0 and up to 1")
 
 
 class _Program:
@@ -145,7 +132,7 @@ class _Program:
             self.options[name] = [(place, bits) for place in range(len(options.ratios[name])) for bits in allowed]
             self.costs[name] = [
                 options.costs[name][place]
-                + sum(noise[w.name][bits] * (1 - _each(w, name) * self.counts[name][place]) for w in makers)
+                + sum(noise[w.name][bits] * (1 - dict(w.axes)[name] * self.counts[name][place]) for w in makers)
                 for place, bits in self.options[name]
             ]
         for weight in self.weights:
@@ -167,22 +154,14 @@ class _Program:
 
     def shares(self, places: Mapping[str, int]) -> dict[str, float]:
         """Bytes and bit operations of the choice, as shares of the dense float model's."""
-        found = {}
-        for name in BUDGETS:
-            total = sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights) or 1.0
-            kept = {group: self.counts[group][self.ratio_place(group, places)] for group in self.counts}
-            spent = sum(
-                self._amount(name, weight, weight.share(kept), self.bits_of(weight.name, places))
-                for weight in self.weights
-            )
-            found[name] = spent / total
-        return found
+        return {
+            name: sum(self._with(name, weight, places) for weight in self.weights) / (self._dense(name) or 1.0)
+            for name in BUDGETS
+        }
 
     def _item(self, weight: LayerWeight) -> str:
         """The item that decides the bits of a weight; empty if it stays float."""
-        if weight.name not in self.noise:
-            return ""
-        return weight.made or _own(weight.name)
+        return (weight.made or _own(weight.name)) if weight.name in self.noise else ""
 
     def _amount(self, name: str, weight: LayerWeight, share: float, bits: int, *, dense: bool = False) -> float:
         if name == "bytes":
@@ -191,26 +170,17 @@ class _Program:
         return weight.macs * share * bits * others
 
     def _budget(self, name: str, limit: float) -> Budget:
-        total = sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights)
-        single: dict[str, list[float]] = {}
-        pairs: dict[tuple[str, str], list[list[float]]] = {}
-        fixed = 0.0
-        for weight in self.weights:
-            items = list(dict.fromkeys(item for item in (self._item(weight), *(g for g, _ in weight.axes)) if item))
-            if not items:
-                fixed += self._amount(name, weight, 1.0, _FLOAT_BITS)
-            elif len(items) == 1:
-                row = single.setdefault(items[0], [0.0] * len(self.options[items[0]]))
-                for place in range(len(row)):
-                    row[place] += self._with(name, weight, {items[0]: place})
-            else:
-                one, other = (items[0], items[1]) if (items[1], items[0]) not in pairs else (items[1], items[0])
-                empty = [[0.0] * len(self.options[other]) for _ in self.options[one]]
-                table = pairs.setdefault((one, other), empty)
-                for i, line in enumerate(table):
-                    for j in range(len(line)):
-                        line[j] += self._with(name, weight, {one: i, other: j})
-        return Budget(name, limit * total - fixed, single, pairs)
+        sizes = {item: len(options) for item, options in self.options.items()}
+        single, pairs, fixed = tables(
+            self.weights,
+            sizes,
+            lambda weight: (item for item in (self._item(weight), *(group for group, _ in weight.axes)) if item),
+            lambda weight, places: self._with(name, weight, places),
+        )
+        return Budget(name, limit * self._dense(name) - fixed, single, pairs)
+
+    def _dense(self, name: str) -> float:
+        return sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights)
 
     def _with(self, name: str, weight: LayerWeight, places: Mapping[str, int]) -> float:
         """The amount that a weight uses when its items have these options."""
@@ -224,17 +194,12 @@ def _own(weight: str) -> str:
     return f"weight {weight}"
 
 
-def _each(weight: LayerWeight, group: str) -> float:
-    return next(share for name, share in weight.axes if name == group)
-
-
 def _activation_bits(qmodel: QuantModel) -> dict[str, int]:
     """The bits of each layer's input, by the name of its weight; float inputs are left out."""
     found: dict[str, int] = {}
     for site, entry in qmodel.plan.items():
-        layer = split_site(site)[0]
         if not site.endswith(".weight"):
-            found.setdefault(f"{layer}.weight", entry.spec.bits)
+            found.setdefault(f"{split_site(site)[0]}.weight", entry.spec.bits)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
@@ -20,6 +21,7 @@ from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig
 
 log = logging.getLogger(__name__)
 _MOST_NAMES = 8
+_KEY = "SPARSER.GRANULARITY"
 
 
 def maskable_weights(
@@ -33,15 +35,27 @@ def maskable_weights(
 
     `groups`, `blocks`: functions that find them, called only if the config concerns them.
     """
-    layers = layers_with_weights(model)
+    layers = [  # of parameters of their own, under every name that they have
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if ".parametrizations." not in f".{path}"
+        and (next(module.parameters(False), None) is not None or computed_tensors(module))
+    ]
     if config.SPARSER.is_of_blocks:
         found = blocks()
-        check_globs(config, [*block_names(found), *layers])
-        check_blocks(found)
+        # Names that a config may use: of blocks that can be removed, and of those that stay.
+        check_globs(config, [*(block.name for block in found.blocks), *(one.name for one in found.spared), *layers])
+        if not found.blocks:
+            spared = _reasons((one.name, one.reason) for one in found.spared)
+            raise ConfigError(
+                f"{_KEY}={BLOCKS}: no residual block that can be removed{spared}; set GRANULARITY: channel"
+            )
         return [name for block in found.blocks for name in block.parameters]
     check_globs(config, layers)
     if not config.SPARSER.is_structured:
-        check_elements(weights)
+        if not weights.pruned:
+            left = _reasons(weights.left_alone.items(), "left alone")
+            raise ConfigError(f"SPARSER.TYPE: the model has no weights that masks can be for{left}")
         _warn_of_ratios(config, layers, {layer for name in weights.pruned for layer in weights.layers[name]})
         return weights.pruned
     check_groups(config, groups())
@@ -50,14 +64,9 @@ def maskable_weights(
     return sorted({tensor for unit in groups().units for tensor, _, _ in unit.members if tensor in parameters})
 
 
-def layers_with_weights(model: nn.Module) -> list[str]:
-    """The names of all modules that have parameters of their own, under every name that they have."""
-    return [
-        path
-        for path, module in model.named_modules(remove_duplicate=False)
-        if ".parametrizations." not in f".{path}"
-        and (any(True for _ in module.parameters(recurse=False)) or computed_tensors(module))
-    ]
+def _reasons(found: Iterable[tuple[str, str]], word: str = "spared") -> str:
+    listed = list(dict.fromkeys(f"{name}: {reason}" for name, reason in found))
+    return f"; {word}: {'; '.join(listed[:3])}" if listed else ""
 
 
 def check_globs(config: SparseConfig, layers: Collection[str]) -> None:
@@ -69,16 +78,12 @@ def check_globs(config: SparseConfig, layers: Collection[str]) -> None:
         if not any(matches(glob, name) for name in layers)
     ]
     wrong += without_effect("SPARSER.SPECIFIC", Selector(sparser.SPECIFIC), list(layers))
-    if not wrong:
-        return
-    hints = [
-        f"; {entry.glob!r} holds layers: write {entry.glob + '.*'!r}"
-        if not entry.behind and any(name.startswith(f"{entry.glob}.") for name in layers)
-        else ""
-        for entry in wrong
-    ]
-    told = "\n".join(f"{entry}{hint}" for entry, hint in zip(wrong, hints, strict=True))
-    raise ConfigError(f"{told}\nlayers with weights: {_listed(layers)}")
+    told = ""
+    for entry in wrong:
+        is_part = not entry.behind and any(name.startswith(f"{entry.glob}.") for name in layers)
+        told += f"{entry}" + (f"; {entry.glob!r} holds layers: write {entry.glob + '.*'!r}" if is_part else "") + "\n"
+    if told:
+        raise ConfigError(f"{told}layers with weights: {_listed(layers)}")
 
 
 def _warn_of_ratios(config: SparseConfig, layers: Collection[str], prunable: Collection[str]) -> None:
@@ -86,60 +91,33 @@ def _warn_of_ratios(config: SparseConfig, layers: Collection[str], prunable: Col
     selector = Selector(config.SPARSER.SPECIFIC)
     for override in selector.overrides:
         named = [name for name in layers if selector.first(name) is override]
+        why = ""
         if named and all(matches_any(config.SPARSER.SPARE, name) for name in named):
-            log.warning("SPARSER.SPECIFIC: %r has no effect: SPARE has %s too", override.glob, _listed(named))
-            continue
-        if named and any(value for _, value in override.settings) and not set(named) & set(prunable):
-            log.warning(
-                "SPARSER.SPECIFIC: %r has no effect: nothing of %s can be pruned; smodel.groups and smodel.zeros have "
-                "the reasons",
-                override.glob,
-                _listed(named),
-            )
+            why = f"SPARE has {_listed(named)} too"
+        elif named and any(value for _, value in override.settings) and not set(named) & set(prunable):
+            why = f"nothing of {_listed(named)} can be pruned; smodel.groups and smodel.zeros have the reasons"
+        if why:
+            log.warning("SPARSER.SPECIFIC: %r has no effect: %s", override.glob, why)
 
 
 def check_groups(config: SparseConfig, groups: ChannelGroups) -> None:
     """Raise if no channel of the kind in `GRANULARITY` can be removed; warn if no channel at all can be."""
+    kind = config.SPARSER.GRANULARITY
     if wanted_groups(groups, config):
         return
     if not groups.groups:
-        reasons = list(dict.fromkeys(f"{entry.tensor}: {entry.reason}" for entry in groups.spared))
-        problem = "SPARSER.TYPE=structured: no channels of the model can be removed; spared: " + "; ".join(reasons[:3])
-        if config.SPARSER.GRANULARITY in KINDS:
-            raise ConfigError(f"SPARSER.GRANULARITY={config.SPARSER.GRANULARITY}: {problem}")
+        spared = _reasons((one.tensor, one.reason) for one in groups.spared)
+        problem = f"SPARSER.TYPE=structured: no channels of the model can be removed{spared}"
+        if kind in KINDS:
+            raise ConfigError(f"{_KEY}={kind}: {problem}")
         log.warning("%s", problem)
         return
-    kinds = [groups.kind_of(group) for group in groups.groups]
-    found = ", ".join(f"{kinds.count(kind)} groups of kind {kind}" for kind in dict.fromkeys(kinds))
+    kinds = Counter(groups.kind_of(group) for group in groups.groups)
+    found = ", ".join(f"{number} groups of kind {name}" for name, number in kinds.items())
     raise ConfigError(
-        f"SPARSER.GRANULARITY={config.SPARSER.GRANULARITY}: the model has no such channels that can be removed; it has "
-        f"{found}; set GRANULARITY to one of these, or to channel for all"
+        f"{_KEY}={kind}: the model has no such channels that can be removed; it has {found}; set GRANULARITY to one of "
+        "these, or to channel for all"
     )
-
-
-def check_blocks(blocks: ResidualBlocks) -> None:
-    """Raise if no residual block can be removed."""
-    if not blocks.blocks:
-        reasons = [f"{entry.name}: {entry.reason}" for entry in blocks.spared]
-        raise ConfigError(
-            f"SPARSER.GRANULARITY={BLOCKS}: the model has no residual block that can be removed"
-            f"{'; spared: ' if reasons else ''}{'; '.join(reasons[:3])}; set GRANULARITY: channel"
-        )
-
-
-def check_elements(weights: ElementWeights) -> None:
-    """Raise if the model has no weight that single elements can be pruned from."""
-    if not weights.pruned:
-        reasons = [f"{name}: {reason}" for name, reason in weights.left_alone.items()]
-        raise ConfigError(
-            f"SPARSER.TYPE: the model has no weights that masks can be for{'; left alone: ' if reasons else ''}"
-            + "; ".join(reasons[:3])
-        )
-
-
-def block_names(blocks: ResidualBlocks) -> list[str]:
-    """The names that a config may use for blocks: of those that can be removed, and of those that stay."""
-    return [*(block.name for block in blocks.blocks), *(entry.name for entry in blocks.spared)]
 
 
 def _listed(names: Iterable[str]) -> str:

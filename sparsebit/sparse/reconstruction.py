@@ -15,7 +15,8 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,14 +58,14 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the pruned model, the dense one, the norm that alone reads its output, and its mask."""
+    """A layer of the pruned model, the dense one, the mean of the norm that alone reads its output, and its mask."""
 
     name: str
     pruned: nn.Module
     dense: nn.Module
     form: LayerMatrix
-    norm: _BatchNorm | None
-    dense_norm: _BatchNorm | None
+    running_mean: Tensor | None
+    dense_running_mean: Tensor | None
     masks: Mapping[str, Tensor]
     max_rows: int
     # Of each batch: the positions that are real (`padding.py`).
@@ -103,19 +104,17 @@ def fit_layers(
     return session.found
 
 
+@dataclass
 class _Session:
-    def __init__(
-        self,
-        pruned: nn.Module,
-        dense: nn.Module,
-        masks: Mapping[str, Tensor],
-        max_rows: int,
-        real: Sequence[Tensor | None],
-    ) -> None:
-        self.pruned, self.dense, self.masks = pruned, dense, masks
-        self.max_rows, self.real = max_rows, real
-        self.found: dict[str, LayerFit] = {}
-        self.owners = Counter(id(p) for module in pruned.modules() for p in module._parameters.values())
+    pruned: nn.Module
+    dense: nn.Module
+    masks: Mapping[str, Tensor]
+    max_rows: int
+    real: Sequence[Tensor | None]
+    found: dict[str, LayerFit] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.owners = Counter(id(p) for module in self.pruned.modules() for p in module._parameters.values())
 
     # --- through the captured graph: every layer runs once
 
@@ -143,7 +142,7 @@ class _Session:
             if nodes[path] == 1 and len(node.all_input_nodes) == 1 and layer is not None:
                 self._fit(layer, lambda: zip(_firsts(data.inputs), _firsts(data.float_inputs), strict=True))
 
-        as_dense = _Swapped(graph, dense_graph)
+        as_dense = _swapped(graph, dense_graph)
         store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
         try:
             run_blocks(
@@ -176,8 +175,7 @@ class _Session:
             self.pruned(*listed[0][0], **listed[0][1])
         times = Counter(order)
         for name in track([name for name in order if times[name] == 1], "reconstruction"):
-            layer = self._layer(name, self.pruned, self.dense, name, None)
-            if layer is not None:
+            if (layer := self._layer(name, self.pruned, self.dense, name, None)) is not None:
                 self._fit(layer, functools.partial(self._observed, layer, listed))
 
     def _observed(self, layer: _Layer, listed: list[Call]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -188,16 +186,14 @@ class _Session:
 
     def _layer(self, name: str, pruned: nn.Module, dense: nn.Module, path: str, norm: str | None) -> _Layer | None:
         own, other = pruned.get_submodule(path), dense.get_submodule(path)
-        form = layer_matrix(own)
-        weight = own._parameters.get("weight")
+        form, weight = layer_matrix(own), own._parameters.get("weight")
         original = dict(self.pruned.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         if form is None or weight is None or original is None or is_parametrized(own):
             return None
         if self.owners[id(original)] > 1 or original.shape != weight.shape:
             return None
-        norms = [model.get_submodule(norm) if norm else None for model in (pruned, dense)]
+        behind = [model.get_buffer(f"{norm}.running_mean") if norm else None for model in (pruned, dense)]
         masks = {key: self.masks[f"{name}.{key}"] for key in ("weight", "bias") if f"{name}.{key}" in self.masks}
-        behind = [found if isinstance(found, _BatchNorm) else None for found in norms]
         return _Layer(name, own, other, form.in_parts(weight), behind[0], behind[1], masks, self.max_rows, self.real)
 
     def _fit(self, layer: _Layer, inputs: Inputs) -> None:
@@ -213,7 +209,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     moments = InputMoments(halves[0].dtype)
     for half in halves:
         moments.merge(half)
-    has_shift = bias is not None or layer.norm is not None
+    has_shift = bias is not None or layer.running_mean is not None
     H, C = moments.hessian(centered=has_shift), moments.cross(centered=has_shift)
     W = form.matrix(layer.dense.get_parameter("weight")).to(H)
     M = form.matrix(layer.masks["weight"]).to(H.device) if "weight" in layer.masks else torch.ones_like(W).bool()
@@ -227,8 +223,8 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     if bias is not None:
         wanted = layer.dense.get_parameter("bias") + shift.to(bias)
         bias.copy_(wanted * layer.masks["bias"] if "bias" in layer.masks else wanted)
-    elif layer.norm is not None and layer.dense_norm is not None:
-        layer.norm.get_buffer("running_mean").copy_(layer.dense_norm.get_buffer("running_mean") - shift)
+    elif layer.running_mean is not None and layer.dense_running_mean is not None:
+        layer.running_mean.copy_(layer.dense_running_mean - shift)
     live = M.any(-1)
     total = energy - (means[0].square() if has_shift else 0)  # of each row, as the fit sees it
 
@@ -287,36 +283,26 @@ def _norm_behind(graph: fx.GraphModule, node: fx.Node) -> str | None:
     return str(user.target) if is_norm and times == 1 else None
 
 
-class _Swapped:
+def _swapped(graph: fx.GraphModule, other: fx.GraphModule) -> Callable[[Block], AbstractContextManager[None]]:
     """`with swapped(block)`: the graph has the parameters and buffers of another one of the same form."""
-
-    def __init__(self, graph: fx.GraphModule, other: fx.GraphModule) -> None:
-        modules = dict(other.named_modules(remove_duplicate=False))
-        self.pairs = [
-            (here, there)
-            for path, module in graph.named_modules(remove_duplicate=False)
-            if path in modules
-            for here, there in (
-                (module._parameters, modules[path]._parameters),
-                (module._buffers, modules[path]._buffers),
-            )
-            if here
-        ]
+    modules = dict(other.named_modules(remove_duplicate=False))
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for path, module in graph.named_modules():
+        if path in modules:
+            pairs += [(module._parameters, modules[path]._parameters), (module._buffers, modules[path]._buffers)]
 
     @contextlib.contextmanager
-    def __call__(self, block: Block) -> Iterator[None]:
-        before: list[tuple[Any, dict[str, Any]]] = []
-        seen: set[int] = set()
-        for here, there in self.pairs:
-            if id(here) not in seen:  # a module that has two names
-                seen.add(id(here))
-                before.append((here, dict(here)))
-                here.update({name: there[name] for name in here if name in there})
+    def swapped(block: Block) -> Iterator[None]:
+        before = [(here, dict(here)) for here, _ in pairs]
+        for here, there in pairs:
+            here.update({name: there[name] for name in here if name in there})
         try:
             yield
         finally:
             for here, values in before:
                 here.update(values)
+
+    return swapped
 
 
 # --- hooks

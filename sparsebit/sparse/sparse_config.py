@@ -32,9 +32,8 @@ def _granularity(value: str) -> str:
     name = value.lower()
     if name in ("", "element", "layerwise", *_STRUCTURED):
         return name
-    if (pattern := n_of_m(name)) and 0 < pattern[0] < pattern[1]:
-        return name
-    if (block := block_shape(name)) and min(block) > 0:
+    pattern, block = n_of_m(name), block_shape(name)
+    if (pattern and 0 < pattern[0] < pattern[1]) or (block and min(block) > 0):
         return name
     raise ValueError(f"not one of {_GRANULARITY}")
 
@@ -107,8 +106,8 @@ class SparseConfig(Section):
 
     def _faults(self) -> Iterator[Fault]:
         sparser = self.SPARSER
-        name = sparser.GRANULARITY
-        key = ("SPARSER", "GRANULARITY")
+        name, key = sparser.GRANULARITY, ("SPARSER", "GRANULARITY")
+        settings = [(over.glob, setting, value) for over in sparser.SPECIFIC for setting, value in over.settings]
         is_of_channels = name in _STRUCTURED
         if name not in ("", "layerwise") and is_of_channels != sparser.is_structured:
             kind = "structured" if is_of_channels else "unstructured"
@@ -121,20 +120,17 @@ class SparseConfig(Section):
                 yield Fault(("SPARSER", "RATIO"), f"{name} prunes {share:g}; take RATIO out", given(sparser.RATIO))
             if sparser.SCOPE == "global":
                 yield Fault(("SPARSER", "SCOPE"), f"{name} has one ratio in every row; set layer", given("global"))
-            for override in sparser.SPECIFIC:
-                for setting, value in override.settings:
-                    if setting == "RATIO" and value not in (0, 0.0):
-                        reason = f"{name} prunes {share:g} of a layer, or none of it (RATIO 0)"
-                        yield Fault(("SPARSER", "RATIO"), reason, given(value)).at(override.glob)
-        if self.SCHEDULE.TYPE == "one-shot" and self.SCHEDULE.STEPS > 1:
-            yield Fault(
-                ("SCHEDULE", "STEPS"), "one-shot has one step; set TYPE: linear or cubic", given(self.SCHEDULE.STEPS)
-            )
-        if pattern and self.SCHEDULE.TYPE != "one-shot":
-            yield Fault(("SCHEDULE", "TYPE"), f"{name} has no steps between; set one-shot", given(self.SCHEDULE.TYPE))
-        for override in sparser.SPECIFIC:
-            for setting, value in override.settings:
-                yield from (fault.at(override.glob) for fault in _wrong(setting, value))
+            for glob, setting, value in settings:
+                if setting == "RATIO" and value not in (0, 0.0):
+                    reason = f"{name} prunes {share:g} of a layer, or none of it (RATIO 0)"
+                    yield Fault(("SPARSER", "RATIO"), reason, given(value)).at(glob)
+        kind, steps = self.SCHEDULE.TYPE, self.SCHEDULE.STEPS
+        if kind == "one-shot" and steps > 1:
+            yield Fault(("SCHEDULE", "STEPS"), "one-shot has one step; set TYPE: linear or cubic", given(steps))
+        if pattern and kind != "one-shot":
+            yield Fault(("SCHEDULE", "TYPE"), f"{name} has no steps between; set one-shot", given(kind))
+        for glob, setting, value in settings:
+            yield from (fault.at(glob) for fault in _wrong(setting, value))
 
     @cached_property
     def _selector(self) -> Selector:
@@ -146,12 +142,9 @@ class SparseConfig(Section):
         if any(matches_any(self.SPARSER.SPARE, name) for name in names):
             return 0.0
         places = sorted(place for name in names for place in self._selector.matching(name)[:1])
-        if places:
-            for key, value in self._selector.overrides[places[0]].settings:
-                if key == "RATIO":
-                    return float(value)
         pattern = n_of_m(self.SPARSER.GRANULARITY)
-        return 1 - pattern[0] / pattern[1] if pattern else self.SPARSER.RATIO
+        ratio = 1 - pattern[0] / pattern[1] if pattern else self.SPARSER.RATIO
+        return float(dict(self._selector.overrides[places[0]].settings).get("RATIO", ratio)) if places else ratio
 
     def is_overridden(self, layers: tuple[str, ...]) -> bool:
         """Whether `SPARE` or `SPECIFIC` mentions one of these layers."""

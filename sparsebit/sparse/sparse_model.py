@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -25,12 +27,12 @@ from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.sparse.budgets.group_ratios import (
     config_of_ratios,
-    group_ratios,
     is_made_by,
     wanted_groups,
     weights_before_add,
 )
 from sparsebit.sparse.budgets.latency_table import Clock
+from sparsebit.sparse.budgets.layer_budgets import weights_of
 from sparsebit.sparse.budgets.ratio_search import (
     CANDIDATES,
     LEAST_USED,
@@ -39,7 +41,7 @@ from sparsebit.sparse.budgets.ratio_search import (
     candidate_ratios,
     check_budgets,
     group_name,
-    ratio_options,
+    measured_costs,
     search_ratios,
 )
 from sparsebit.sparse.channels.computed_weights import folded_copy
@@ -52,10 +54,20 @@ from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.scoring.criteria import criterion
 from sparsebit.sparse.scoring.evidence import Loss, gather_evidence
-from sparsebit.sparse.selecting.block_selection import mask_blocks, plan_without, select_blocks
-from sparsebit.sparse.selecting.element_selection import left_alone, select_elements, with_ratios
-from sparsebit.sparse.selecting.element_weights import Zeros, count_zeros, find_element_weights
-from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks, find_residual_blocks
+from sparsebit.sparse.selecting.element_weights import (
+    Zeros,
+    count_zeros,
+    find_element_weights,
+    left_alone,
+    select_elements,
+    with_ratios,
+)
+from sparsebit.sparse.selecting.residual_blocks import (
+    ResidualBlocks,
+    find_residual_blocks,
+    mask_blocks,
+    select_blocks,
+)
 from sparsebit.sparse.selecting.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
 from sparsebit.sparse.selecting.weight_masks import MaskedModule, WeightMasks
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
@@ -96,8 +108,6 @@ class SparseModel(MaskedModule):
         # In a tuple: the user's model is not a part of this one.
         self._given = _Given((model,))
         self.example_inputs = example_inputs
-        self._groups: ChannelGroups | None = None
-        self._blocks: ResidualBlocks | None = None
         self._before_add: frozenset[str] = frozenset()
         self._ratios: dict[str, float] = {}
         self._round_to = 1  # as `choose_ratios` counted
@@ -107,19 +117,15 @@ class SparseModel(MaskedModule):
 
     # What is found
 
-    @property
+    @cached_property
     def groups(self) -> ChannelGroups:
         """The channel groups, found (and proved) on first access. Printing it shows the report."""
-        if self._groups is None:
-            self._groups = find_groups(self.model, self.example_batch)
-        return self._groups
+        return find_groups(self.model, self.example_batch)
 
-    @property
+    @cached_property
     def blocks(self) -> ResidualBlocks:
         """The residual blocks that `GRANULARITY: residual_block` removes, found (and proved) on first access."""
-        if self._blocks is None:
-            self._blocks = find_residual_blocks(self.model, self.example_batch)
-        return self._blocks
+        return find_residual_blocks(self.model, self.example_batch)
 
     @property
     def example_batch(self) -> Any:
@@ -131,13 +137,11 @@ class SparseModel(MaskedModule):
     @property
     def device(self) -> torch.device:
         """The device of the model's parameters; the config's device if it has none."""
-        first = next(self.model.parameters(), None)
-        return torch.device(self.config.DEVICE) if first is None else first.device
+        return next((p.device for p in self.model.parameters()), torch.device(self.config.DEVICE))
 
     @property
     def zeros(self) -> Zeros:
-        """How many weights the masks set to zero, and which weights are not pruned and why. Printing it shows the
-        report.
+        """How many weights the masks set to zero, and which are not pruned and why. Printing it shows the report.
 
         A weight is a parameter with rows and columns that is not of a norm; biases do not count.
         """
@@ -152,23 +156,18 @@ class SparseModel(MaskedModule):
     def disable_sparse_before_add(self) -> None:
         """Do not prune layers whose outputs are added to others: the channels of residual streams."""
         if self.config.SPARSER.is_of_blocks:
-            raise ConfigError(
-                f"disable_sparse_before_add: SPARSER.GRANULARITY={BLOCKS} removes what is added to a residual stream; "
-                "name the blocks that are to stay in SPARE"
-            )
+            told = "name the blocks that are to stay in SPARE"
+            raise ConfigError(f"disable_sparse_before_add: with SPARSER.GRANULARITY={BLOCKS}, {told}")
         self._before_add = weights_before_add(self.groups)
 
     def prepare_calibration(self) -> None:
-        """Does nothing: scripts of the first Sparsebit call it. Criteria that need batches get them in
-        `calc_params`.
-        """
+        """Does nothing: scripts of the first Sparsebit call it. `calc_params` takes the batches."""
 
     # Masks
 
     @ordinary_tensors()
     def calc_params(self, batches: Iterable[Any] | None = None, loss: Loss | None = None) -> None:
-        """Compute the masks of the next step of the schedule (the only one, by default) and set the pruned weights to
-        zero.
+        """Compute the masks of the next step of the schedule (by default the only one), and zero the pruned weights.
 
         `batches`, `loss`: for criteria that need data: batches of inputs, and (outputs, batch) -> scalar.
         """
@@ -203,8 +202,8 @@ class SparseModel(MaskedModule):
         if not sparser.is_structured:
             zeros = self.zeros
             log.log(logging.WARNING if zeros.left_alone else logging.INFO, "%s", zeros)
-        if self._groups is not None:
-            forget_run_state(self.model, self._groups.bench.model)
+        if "groups" in vars(self):
+            forget_run_state(self.model, self.groups.bench.model)
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
         """Load weights of an earlier time (a state_dict of the original model) and keep the masks."""
@@ -220,7 +219,8 @@ class SparseModel(MaskedModule):
 
     def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
         groups = wanted_groups(self.groups, self.config)
-        ratios = group_ratios(groups, self.config, self._ratios, self._before_add)
+        own = {group_name(group): self.config.ratio_of(layers_of(group)) for group in groups} | self._ratios
+        ratios = [0.0 if is_made_by(group, self._before_add) else own[group_name(group)] for group in groups]
         gone = frozenset(unit.label for unit in self.dead_units())
         units = select_units(groups, ratios, scores, self.config, share, gone)
         return rounded(groups, units, self.groups.bench.sizes, self._round_to)
@@ -254,27 +254,18 @@ class SparseModel(MaskedModule):
         check_budgets(budgets)
         listed = list(batches_of(batches))
         options = self.ratio_options(listed, candidates=candidates, loss=loss)
-        model, device = self.masked_model().eval(), next(self.model.parameters()).device
+        model, plan = self.masked_model().eval(), self.groups.plan
+        clock = partial(Clock, model, next(iter(calls(listed, model, self.device))), plan, num_threads, stopwatch)
+        search = partial(search_ratios, model, budgets=budgets, plan=plan, example=self.example_batch, clock=clock)
         *coarser, finest = (round_to,) if isinstance(round_to, int) else round_to
-
-        def choice_of(width: int) -> RatioChoice:
-            return search_ratios(
-                *(model, replace(options, round_to=width), budgets),
-                plan=self.groups.plan,
-                example=self.example_batch,
-                clock=lambda: Clock(
-                    model, next(iter(calls(listed, model, device))), self.groups.plan, num_threads, stopwatch
-                ),
-            )
-
         choice = None
         for width in coarser:
             with contextlib.suppress(BudgetError):
-                choice = choice_of(width)
-                if choice.is_in_time and choice.used(budgets) >= LEAST_USED:
+                found = search(replace(options, round_to=width))
+                if found.is_in_time and found.used(budgets) >= LEAST_USED:
+                    choice = found
                     break
-            choice = None
-        choice = choice or choice_of(finest)
+        choice = choice or search(replace(options, round_to=finest))
         self._ratios, self._round_to = dict(choice.ratios), choice.round_to
         return choice
 
@@ -289,27 +280,22 @@ class SparseModel(MaskedModule):
         """The cost of each ratio of each group, measured on the batches: the options of `choose_ratios`."""
         sparser = self.config.SPARSER
         if not sparser.is_structured or sparser.SCOPE == "global" or sparser.is_of_blocks:
-            kind = f"GRANULARITY={BLOCKS}" if sparser.is_of_blocks else f"TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}"
-            raise ConfigError(
-                f"choose_ratios: SPARSER.{kind}: it sets a ratio for each group of channels; set TYPE: "
-                "structured, SCOPE: layer and a GRANULARITY of channels, heads or neurons"
-            )
+            given = f"TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}, GRANULARITY={sparser.GRANULARITY}"
+            allowed = "TYPE: structured, SCOPE: layer and a GRANULARITY of channels, heads or neurons"
+            raise ConfigError(f"choose_ratios: SPARSER has {given}; set {allowed}")
         listed = list(batches_of(batches))
         rule = criterion(sparser.STRATEGY)
         scores = rule.scores(gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY))
         groups = {group_name(group): group for group in wanted_groups(self.groups, self.config)}
-        return ratio_options(
-            self.masked_model().eval(),
-            groups,
-            {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()},
-            {
-                name: [0.0] if is_made_by(group, self._before_add) else candidate_ratios(group, self.config, candidates)
-                for name, group in groups.items()
-            },
-            calls=list(calls(listed, self.model, next(self.model.parameters()).device)),
-            sizes=self.groups.bench.sizes,
-            round_to=round_to,
-        )
+        unit = {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()}
+        ratios = {
+            name: [0.0] if is_made_by(group, self._before_add) else candidate_ratios(group, self.config, candidates)
+            for name, group in groups.items()
+        }
+        model, inputs = self.masked_model().eval(), list(calls(listed, self.model, self.device))
+        costs = measured_costs(model, groups, unit, ratios, inputs)
+        weights = weights_of(model, groups, inputs[0])
+        return RatioOptions(groups, ratios, costs, unit, weights, self.groups.bench.sizes, round_to)
 
     def config_of(self, ratios: Mapping[str, float]) -> SparseConfig:
         """The config that sets the ratio of each group (`RatioChoice.ratios`), by the names of its layers."""
@@ -345,9 +331,7 @@ class SparseModel(MaskedModule):
         found = fit_layers(self.model, dense, self.masks, batches, max_rows=max_rows)
         self.apply_masks()
         if found:
-            before, after = (
-                sum(getattr(fit, kind) for fit in found.values()) / len(found) for kind in ("before", "after")
-            )
+            before, after = (fmean(getattr(fit, kind) for fit in found.values()) for kind in ("before", "after"))
             log.info("reconstruction: %d layers, mean error %.3g -> %.3g", len(found), before, after)
         return found
 
@@ -368,22 +352,23 @@ class SparseModel(MaskedModule):
         `round_to`: some masked channels stay (as zeros), so that every width that was a multiple of it is one again,
         which makes kernels fast; default: the one of `choose_ratios`, which leaves no zeros, and 1 without it.
         """
-        if not self.config.SPARSER.is_structured:
-            raise ConfigError(
-                f"shrink: SPARSER.TYPE={self.config.SPARSER.TYPE} masks single weights, and no channel as a whole; "
-                "set TYPE: structured"
-            )
-        if self.config.SPARSER.is_of_blocks:
-            small = self.masked_model()
-            apply_plan(small, plan_without(self.blocks, self.removed_blocks()))
-            return small
-        sizes = self.groups.bench.sizes
-        dead = rounded(self.groups.groups, self.dead_units(), sizes, round_to or self._round_to)
-        if failure := self.groups.bench.compare(dead, self.groups.rules):
-            raise CaptureError(f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers")
-        small = self.masked_model()
-        forget_run_state(small, self.groups.bench.model)
-        apply_plan(small, self.groups.plan(dead))
+        sparser = self.config.SPARSER
+        if not sparser.is_structured:
+            raise ConfigError(f"shrink: SPARSER.TYPE={sparser.TYPE} masks single weights; set TYPE: structured")
+        if sparser.is_of_blocks:
+            small, names = self.masked_model(), self.removed_blocks()
+            norms = {block.name: block.norms for block in self.blocks.blocks if block.norms and block.name in names}
+            plan = ChannelPlan(skipped=tuple(names), norms=norms)
+        else:
+            groups, bench = self.groups, self.groups.bench
+            dead = rounded(groups.groups, self.dead_units(), bench.sizes, round_to or self._round_to)
+            if failure := bench.compare(dead, groups.rules):
+                raise CaptureError(
+                    f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers"
+                )
+            small, plan = self.masked_model(), groups.plan(dead)
+            forget_run_state(small, bench.model)
+        apply_plan(small, plan)
         return small
 
     def export_onnx(
@@ -399,9 +384,7 @@ class SparseModel(MaskedModule):
     ) -> None:
         """Write the masked model, in float, as an ONNX file; for a smaller model use `shrink` and its own export."""
         if extra_info:
-            raise ConfigError(
-                "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"
-            )
+            raise ConfigError("extra_info=True: a masked model is float and has no bit widths to write; leave it out")
         options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         target, model = checked_path(name), self.masked_model().eval()
         made = to_onnx(model, *as_call(dummy_data, model), options, signature=inspect.signature(model.forward))

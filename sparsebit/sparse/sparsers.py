@@ -36,24 +36,23 @@ S = TypeVar("S", bound=type[Sparser])
 
 def register_sparser(name: str | S | None = None, *, replace: bool = False) -> Any:
     """A class decorator: `@register_sparser("mine")`, or `@register_sparser` on a class with a TYPE of its own."""
-    if isinstance(name, type):
-        _refuse_former_sparser(name)
-        return SPARSERS.register(own_type(name), replace=replace)(name)
 
     def file(kind: S) -> S:
-        if not (isinstance(kind, type) and issubclass(kind, Sparser)):
-            raise ConfigError(f"register_sparser takes a subclass of Sparser, not {kind!r}")
+        _require_class(kind, Sparser, "register_sparser takes a subclass of Sparser")
         _refuse_former_sparser(kind)
         SPARSERS.register(name if isinstance(name, str) else own_type(kind), replace=replace)(kind)
         return kind
 
-    return file
+    return file if name is None or isinstance(name, str) else file(name)
+
+
+def _require_class(kind: object, base: type, allowed: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise ConfigError(f"{allowed}, not {kind!r}")
 
 
 def _refuse_former_sparser(kind: type) -> None:
-    """Raise for a class of the first Sparsebit, which was registered by its STRATEGY and created with `(config,
-    opr)`.
-    """
+    """Raise for a class of the first Sparsebit, registered by its STRATEGY and created with `(config, opr)`."""
     arguments = signature(kind).parameters
     if "opr" in arguments or ("STRATEGY" in vars(kind) and "TYPE" not in vars(kind)):
         raise ConfigError(
@@ -71,7 +70,7 @@ def sparser_mask(kind: type[Sparser], config: Section, name: str, weight: Tensor
     return found.bool()
 
 
-# The two that are built in work on all weights together: `unit_selection.py` and `element_selection.py`.
+# The two that are built in work on all weights together: `unit_selection.py` and `element_weights.py`.
 SPARSERS.register("structured", aliases=("structed",))("structured")
 SPARSERS.register("unstructured", aliases=("unstructed",))("unstructured")
 
@@ -94,53 +93,28 @@ def register_smodule(sources: Iterable[type[nn.Module]]) -> Callable[[K], K]:
     ...     weights = ("weight",)
     """
     listed = tuple(sources)
-    if wrong := [kind for kind in listed if not (isinstance(kind, type) and issubclass(kind, nn.Module))]:
-        raise ConfigError(f"register_smodule: sources are classes of nn.Module, not {wrong[0]!r}")
+    for source in listed:
+        _require_class(source, nn.Module, "register_smodule: sources are classes of nn.Module")
 
     def file(kind: K) -> K:
-        if not (isinstance(kind, type) and issubclass(kind, SparseOpr)):
-            raise ConfigError(f"register_smodule takes a subclass of SparseOpr, not {kind!r}")
+        _require_class(kind, SparseOpr, "register_smodule takes a subclass of SparseOpr")
         SMODULE_MAP.update(dict.fromkeys(listed, kind))
         return kind
 
     return file
 
 
-@register_smodule(
-    sources=[nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.Module]  # nn.Module: all classes that have no row here
+_BUILT_IN: tuple[tuple[tuple[str, ...], tuple[type[nn.Module], ...]], ...] = (
+    # Weights, not biases; nn.Module stands for all classes that have no row here.
+    (("weight",), (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.Module)),
+    (("weight_*",), (nn.RNNBase, nn.RNNCellBase)),  # of all layers, directions and projections
+    (("*_proj_weight",), (nn.MultiheadAttention,)),  # the projection of the output is a linear layer of its own
+    ((), (nn.Embedding, nn.EmbeddingBag)),  # nothing is multiplied with a table, so its zeros save nothing
+    ((), (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)),  # scales of channels
+    ((), (torch.jit.ScriptModule,)),  # its modules take no masks
 )
-class SWeighted(SparseOpr):
-    """Convolutions, linear layers and classes of your own: their weights, not their biases."""
-
-
-@register_smodule(sources=[nn.RNNBase, nn.RNNCellBase])
-class SRecurrent(SparseOpr):
-    """LSTM, GRU and RNN: the weights of all layers, directions and projections."""
-
-    weights = ("weight_*",)
-
-
-@register_smodule(sources=[nn.MultiheadAttention])
-class SAttention(SparseOpr):
-    """The projections of queries, keys and values; the output's is a linear layer of its own."""
-
-    weights = ("*_proj_weight",)
-
-
-@register_smodule(sources=[nn.Embedding, nn.EmbeddingBag])
-class SEmbedding(SparseOpr):
-    """Tables whose rows are looked up: nothing is multiplied with them, so zeros save nothing."""
-
-    weights = ()
-
-
-@register_smodule(
-    sources=[nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, torch.jit.ScriptModule]
-)
-class SVectors(SparseOpr):
-    """Scales of channels, which are not weights of a product; and TorchScript, whose modules take no masks."""
-
-    weights = ()
+for _weights, _sources in _BUILT_IN:
+    register_smodule(_sources)(type("BuiltIn", (SparseOpr,), {"weights": _weights}))
 
 
 def pruned_weights(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:

@@ -53,8 +53,7 @@ class TwoFourAdvice:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("rows", "out_features", "in_features", "ratio", "low", "dense_ms", "kernels", "use", "reason")
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     def __str__(self) -> str:
         shape = f"{self.rows} x {self.in_features} -> {self.out_features}"
@@ -79,13 +78,11 @@ def recommend_2_4(
     >>> print(advice["encoder.layer.0.intermediate.dense"])  # doctest: +SKIP
     8192 x 8192 -> 8192: 2:4: 1.41 times as fast as dense (cusparselt)
     """
-    known: dict[tuple[int, int, int], TwoFourAdvice] = {}
-    found = {}
-    for name, shape in _linear_shapes(model, example_inputs).items():
-        if shape not in known:
-            known[shape] = measure_2_4(*shape, dtype=dtype, device=device, timer=timer)
-        found[name] = known[shape]
-    return found
+    shapes = _linear_shapes(model, example_inputs)
+    known = {
+        shape: measure_2_4(*shape, dtype=dtype, device=device, timer=timer) for shape in dict.fromkeys(shapes.values())
+    }
+    return {name: known[shape] for name, shape in shapes.items()}
 
 
 def measure_2_4(
@@ -98,9 +95,7 @@ def measure_2_4(
     timer: Timer | None = None,
     kernels: Mapping[str, Compress] | None = None,
 ) -> TwoFourAdvice:
-    """Time one shape on the GPU. `kernels`: functions that compress a pruned weight to 2:4, by name; default:
-    torch's.
-    """
+    """Time one shape on the GPU. `kernels`: functions that compress a pruned weight to 2:4, by name; or torch's."""
     shape = (rows, out_features, in_features)
 
     def dense(reason: str) -> TwoFourAdvice:
@@ -118,22 +113,22 @@ def measure_2_4(
             sparse = compress(weight)
             error = (F.linear(x, sparse) - F.linear(x, weight)).float().norm() / F.linear(x, weight).float().norm()
         except Exception as failure:  # each backend has its own limits on shapes and types
-            refused.append(f"{name}: {str(failure).splitlines()[0] if str(failure) else type(failure).__name__}")
+            refused.append(f"{name}: {(str(failure).splitlines() or [type(failure).__name__])[0]}")
             continue
-        if not float(error) < 0.01:
+        if float(error) < 0.01:
+            runs[name] = functools.partial(F.linear, x, sparse)
+        else:
             refused.append(f"{name}: its result is {float(error):.2g} off")
-            continue
-        runs[name] = functools.partial(F.linear, x, sparse)
     if len(runs) == 1:
         return dense(f"no 2:4 kernel takes this shape ({'; '.join(refused)})")
     with torch.no_grad():
-        samples = (timer or gpu_times)(runs)
-    pairs = {
-        name: [a / b for a, b in zip(samples[_DENSE], samples[name], strict=True)] for name in runs if name != _DENSE
-    }
+        samples = dict((timer or gpu_times)(runs))
+    times = samples.pop(_DENSE)
+    pairs = {name: [a / b for a, b in zip(times, own, strict=True)] for name, own in samples.items()}
     kind = max(pairs, key=lambda name: statistics.median(pairs[name]))
-    ratio, low = statistics.median(pairs[kind]), _lower_quartile(pairs[kind])
-    dense_ms = statistics.median(samples[_DENSE]) * 1e3
+    ratio, own = statistics.median(pairs[kind]), pairs[kind]
+    low = statistics.quantiles(own, n=4, method="inclusive")[0] if len(own) > 1 else own[0]
+    dense_ms = statistics.median(times) * 1e3
     use = ratio >= _MARGIN and low > 1
     reason = f"{ratio:.2f} times as fast as dense ({kind})"
     reason += "" if use else f", lower quartile {low:.2f}: not clearly faster"
@@ -150,12 +145,10 @@ def accelerate_2_4(model: nn.Module, advice: Mapping[str, TwoFourAdvice]) -> nn.
         weight = model.get_submodule(name).get_parameter("weight")
         if int((weight.detach().unflatten(1, (-1, 4)) != 0).sum(-1).max()) > 2:
             raise ConfigError(f"{name}.weight is not 2:4; prune it with GRANULARITY: 2:4 before accelerate_2_4()")
-    types = sorted({entry.dtype for entry in advice.values()}, key=str)
+    types = {entry.dtype for entry in advice.values()}
     if len(types) > 1:
-        raise ConfigError(f"the advice is for several dtypes ({', '.join(map(str, types))}); give it for one")
-    fast: nn.Module = copy_model(model).eval()
-    for dtype in types:
-        fast.to(dtype=dtype)
+        raise ConfigError(f"the advice is for several dtypes ({', '.join(sorted(map(str, types)))}); give it for one")
+    fast: nn.Module = copy_model(model).eval().to(dtype=next(iter(types), None))
     for name, entry in wanted.items():
         layer = fast.get_submodule(name)
         layer.weight = nn.Parameter(_compress(entry.kernels)(layer.get_parameter("weight").detach()), False)
@@ -220,32 +213,19 @@ def _compress(kernels: str) -> Compress:
     return compress
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
-
-
 @torch.no_grad()
 def _linear_shapes(model: nn.Module, example_inputs: Any) -> dict[str, tuple[int, int, int]]:
     """(rows of the input, out_features, in_features) of each linear layer, the largest of its calls."""
     found: dict[str, tuple[int, int, int]] = {}
-    handles = []
-    for path, module in model.named_modules():
+    watched = copy_model(model, share_parameters=True).eval()
+    for path, module in watched.named_modules():
         if isinstance(module, nn.Linear):
 
             def note(layer: Any, args: tuple[Tensor, ...], output: Tensor, path: str = path) -> None:
                 rows = output.numel() // max(1, output.shape[-1])
-                old = found.get(path, (0, 0, 0))[0]
-                found[path] = (max(old, rows), layer.out_features, layer.in_features)
+                found[path] = (max(found.get(path, (0,))[0], rows), layer.out_features, layer.in_features)
 
-            handles.append(module.register_forward_hook(note))
-    args, kwargs = as_call(example_inputs, model)
-    device = next((p.device for p in model.parameters()), None)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()(*to_device(args, device), **to_device(kwargs, device))
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
+            module.register_forward_hook(note)
+    args, kwargs = to_device(as_call(example_inputs, model), next((p.device for p in model.parameters()), None))
+    watched(*args, **kwargs)
     return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from sparsebit.config.selectors import Selector, read_overrides
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.budgets.ratio_search import group_name
-from sparsebit.sparse.channels.groups import Group, layers_of
+from sparsebit.sparse.channels.groups import Group
 from sparsebit.sparse.channels.labels import FIXED
 from sparsebit.sparse.group_search import ChannelGroups
 from sparsebit.sparse.sparse_config import SparseConfig
@@ -17,19 +16,8 @@ KINDS = ("filter", "head", "neuron")
 
 def wanted_groups(groups: ChannelGroups, config: SparseConfig) -> list[Group]:
     """The groups of the kind that `GRANULARITY` names: filters, heads, neurons, or all."""
-    name = config.SPARSER.GRANULARITY
-    wanted = name if name in KINDS else ""
-    return [group for group in groups.groups if not wanted or groups.kind_of(group) == wanted]
-
-
-def group_ratios(
-    groups: Iterable[Group], config: SparseConfig, chosen: Mapping[str, float], spared: Collection[str]
-) -> list[float]:
-    """The ratio of each group: the one chosen for it, else the config's; 0 if a spared weight produces its channels."""
-    return [
-        0.0 if is_made_by(group, spared) else chosen.get(group_name(group), config.ratio_of(layers_of(group)))
-        for group in groups
-    ]
+    kind = config.SPARSER.GRANULARITY
+    return [group for group in groups.groups if kind not in KINDS or groups.kind_of(group) == kind]
 
 
 def is_made_by(group: Group, weights: Collection[str]) -> bool:
@@ -42,10 +30,9 @@ def weights_before_add(groups: ChannelGroups) -> frozenset[str]:
     sets = groups.bench.sets
     added: set[int] = set()
     for step in groups.bench.steps:
-        found = [axes for _, axes in step.inputs if len(axes) > 1]
-        labelled = [[labels for labels in axes if labels is not None] for axes in found]
-        if step.name in ("add", "add_") and sum(map(bool, labelled)) > 1:
-            added |= {sets.find(x) for axes in labelled for labels in axes for x in labels.tolist() if x > FIXED}
+        found = [[labels for labels in axes if labels is not None] for _, axes in step.inputs if len(axes) > 1]
+        if step.name in ("add", "add_") and sum(map(bool, found)) > 1:
+            added |= {sets.find(x) for axes in found for labels in axes for x in labels.tolist() if x > FIXED}
     return frozenset(
         axis.tensor
         for axis in sets.axes
@@ -63,18 +50,18 @@ def config_of_ratios(
     ratio).
     """
     entries: list[dict[str, list[object]]] = []
-    open_groups = dict.fromkeys(ratios)
-    while open_groups:
-        found = _next(list(open_groups), layers, ratios)
+    left = list(ratios)
+    while left:
+        # A layer that belongs to one of these groups and to no other group with another ratio.
+        own = ((layer, name) for name in left for layer in layers[name])
+        found = next((pair for pair in own if len({ratios[one] for one in left if pair[0] in layers[one]}) == 1), None)
         if found is None:
             raise ConfigError(
-                f"no order of SPECIFIC can set each group's own ratio: each layer of {next(iter(open_groups))} lies in "
-                "another group too; use the ratios in Python, or give these layers one ratio"
+                f"no order of SPECIFIC can set each group's own ratio: each layer of {left[0]} lies in another group "
+                "too; use the ratios in Python, or give these layers one ratio"
             )
-        layer, group = found
-        entries.append({layer: ["RATIO", ratios[group]]})
-        for name in [name for name in open_groups if layer in layers[name]]:
-            del open_groups[name]
+        entries.append({found[0]: ["RATIO", ratios[found[1]]]})
+        left = [name for name in left if found[0] not in layers[name]]
     overrides = read_overrides([*entries, *(override.to_entry() for override in config.SPARSER.SPECIFIC)])
     names = {layer for found in layers.values() for layer in found}
     selector = Selector(overrides)
@@ -84,14 +71,3 @@ def config_of_ratios(
     wrong = [name for name, ratio in ratios.items() if changed.ratio_of(layers[name]) != ratio]
     assert not wrong, f"the config gives other ratios than were chosen at {', '.join(wrong[:5])}"
     return changed
-
-
-def _next(
-    names: list[str], layers: Mapping[str, tuple[str, ...]], ratios: Mapping[str, float]
-) -> tuple[str, str] | None:
-    """A layer that belongs to one of these groups and to no other group with another ratio."""
-    for name in names:
-        for layer in layers[name]:
-            if all(ratios[other] == ratios[name] for other in names if layer in layers[other]):
-                return layer, name
-    return None

@@ -13,7 +13,8 @@ import bisect
 import inspect
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ _DENSE = "dense"
 
 # (remaining share of the multiplications, milliseconds), from less to more.
 Curve = tuple[tuple[float, float], ...]
+MakePlan = Callable[[list[Unit]], ChannelPlan]
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,7 @@ class Clock:
     """Times the model's files in the runtime: layers at several widths, and smaller models as a whole."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        call: Call,
-        plan: Callable[[list[Unit]], ChannelPlan],
-        num_threads: int = 1,
-        stopwatch: Stopwatch | None = None,
+        self, model: nn.Module, call: Call, plan: MakePlan, num_threads: int = 1, stopwatch: Stopwatch | None = None
     ) -> None:
         require_runtime(RUNTIME)
         self.model, self.call, self.plan = model, _one_sample(call, model), plan
@@ -96,10 +93,6 @@ class Clock:
         self.watch = stopwatch or Stopwatch(RUNTIME, [arrays], num_threads)
         self.dense = onnx_bytes(model, self.call)
         self.tries = 0
-
-    def ratio(self, small: nn.Module) -> float:
-        """The time of a smaller model divided by that of the dense one, measured in turns."""
-        return self.times(small)[1].ratio
 
     def times(self, small: nn.Module, seconds: float = _SECONDS) -> tuple[Timed, Timed]:
         """The times of the dense and of a smaller model, measured in turns."""
@@ -109,12 +102,11 @@ class Clock:
         return found[_DENSE], found[name]
 
     def curves(
-        self, points: Mapping[float, Sequence[Unit]], shares: Callable[[str, float], float | None]
+        self, points: Mapping[float, Sequence[Unit]], shares: Mapping[float, Mapping[str, float]]
     ) -> tuple[dict[str, Curve], Curve]:
         """The time of every weight's layer by the remaining share of it, and the time of the rest by 1 - ratio.
 
-        `points`: the removed units at each ratio. `shares(weight, ratio)`: the remaining share of a weight; None if the
-        name is not a weight's.
+        `points`: the removed units at each ratio. `shares`: the remaining share of each weight at these, and at 0.
         """
         files = {_DENSE: self.dense}
         for ratio, units in points.items():
@@ -122,35 +114,31 @@ class Clock:
             apply_plan(small, self.plan(list(units)))
             files[str(ratio)] = onnx_bytes(small, self.call)
         timed = self.watch.regions(files)
-        weights: dict[str, list[tuple[float, float]]] = {}
+        weights: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         rest: list[tuple[float, float]] = []
         for ratio, name in ((0.0, _DENSE), *((ratio, str(ratio)) for ratio in points)):
-            own, others = _by_weight(timed[name], lambda weight: shares(weight, 0.0) is not None)
+            own, others = _by_weight(timed[name], shares[ratio])
             rest.append((1 - ratio, others))
             for weight, ms in own.items():
-                weights.setdefault(weight, []).append((shares(weight, ratio) or 0.0, ms))
+                weights[weight].append((shares[ratio][weight], ms))
         return {weight: _rising(found) for weight, found in weights.items()}, _rising(rest)
 
 
-def _by_weight(times: RegionTimes, is_weight: Callable[[str], bool]) -> tuple[dict[str, float], float]:
+def _by_weight(times: RegionTimes, weights: Container[str]) -> tuple[dict[str, float], float]:
     """Milliseconds of the regions, by the first weight in each; and the total of all others."""
-    found: dict[str, float] = {}
-    others = 0.0
+    found: defaultdict[str, float] = defaultdict(float)
     for region in times.regions:
-        names = (layer.partition("/")[0] + ".weight" for layer in region.layers)
-        weight = next((name.removeprefix(".") for name in names if is_weight(name.removeprefix("."))), None)
-        if weight is None:
-            others += region.ms
-        else:
-            found[weight] = found.get(weight, 0.0) + region.ms
+        names = (f"{layer.partition('/')[0]}.weight".removeprefix(".") for layer in region.layers)
+        found[next((name for name in names if name in weights), "")] += region.ms
+    others = found.pop("", 0.0)
     return found, others
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> Curve:
     """Sorted by share, with the mean of each share, made non-decreasing: a smaller layer is slower only by noise."""
-    found: dict[float, list[float]] = {}
+    found: defaultdict[float, list[float]] = defaultdict(list)
     for share, ms in sorted(points):
-        found.setdefault(share, []).append(ms)
+        found[share].append(ms)
     means = [statistics.fmean(times) for times in found.values()]
     return tuple(zip(found, itertools.accumulate(means, max), strict=True))
 

@@ -6,7 +6,9 @@ remaining shares of the two groups on its axes. So layers are pairs in the progr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call, num_samples
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.choices.integer_program import Budget, Solution, choose
 from sparsebit.sparse.budgets.latency_table import Clock, Curve, at_share
-from sparsebit.sparse.channels.groups import Group, Unit
+from sparsebit.sparse.channels.groups import Group, Unit, positions_of
 
 LATENCY = "latency"
 
@@ -46,55 +49,74 @@ class LayerWeight:
 
     def share(self, counts: Mapping[str, int]) -> float:
         """The remaining share when this many units of each group are removed."""
-        left = 1.0
-        for group, each in self.axes:
-            left *= 1 - each * counts[group]
-        return left
+        return math.prod((1 - each * counts[group] for group, each in self.axes), start=1.0)
 
 
 def weights_of(model: nn.Module, groups: Mapping[str, Group], call: Call) -> list[LayerWeight]:
     """The cost of every parameter, with the groups of its axes."""
     positions = _positions(model, call)
-    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     shares: dict[tuple[str, int], tuple[str, float]] = {}
     for name, group in groups.items():
-        for tensor, dim in group.axes:
-            places = sum(len(p) for unit in group.units for t, d, p in unit.members if (t, d) == (tensor, dim))
-            if tensor in sizes:
-                shares[tensor, dim] = (name, places / sizes[tensor][dim] / len(group.units))
+        for (tensor, dim), places in positions_of(group.units).items():
+            if tensor in parameters:
+                shares[tensor, dim] = (name, len(places) / parameters[tensor].shape[dim] / len(group.units))
     found = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         axes = tuple(shares[name, dim] for dim in range(2) if (name, dim) in shares)
         size, times = parameter.numel(), positions.get(name, 0.0)
         made = shares[name, 0][0] if times and (name, 0) in shares else ""
         outputs = times * parameter.shape[0] if times else 0.0
-        found.append(LayerWeight(name, size * times, float(size * parameter.element_size()), axes, outputs, made))
+        found.append(LayerWeight(name, size * times, float(parameter.nbytes), axes, outputs, made))
     return found
 
 
 def _positions(model: nn.Module, call: Call) -> dict[str, float]:
     """How many times one sample of the call uses each weight of a convolution or linear layer in a multiplication."""
-    found: dict[str, float] = {}
-    handles = []
-    for path, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-            continue
+    found: Counter[str] = Counter()
+    watched = copy_model(model, share_parameters=True)
+    for path, module in watched.named_modules():
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
 
-        def note(layer: Any, args: tuple[Tensor, ...], output: Tensor, path: str = path) -> None:
-            seen = args[0] if getattr(layer, "transposed", False) else output
-            channels = seen.shape[-1] if isinstance(layer, nn.Linear) else seen.shape[1]
-            name = f"{path}.weight" if path else "weight"
-            found[name] = found.get(name, 0.0) + seen.numel() / max(1, channels)
+            def note(layer: Any, args: tuple[Tensor, ...], output: Tensor, path: str = path) -> None:
+                seen = args[0] if getattr(layer, "transposed", False) else output
+                channels = seen.shape[-1] if isinstance(layer, nn.Linear) else seen.shape[1]
+                found[f"{path}.weight".removeprefix(".")] += seen.numel() // max(1, channels)
 
-        handles.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad():
-            outputs = model(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    count = max(1, num_samples(call, outputs))
+            module.register_forward_hook(note)
+    with torch.no_grad():
+        count = max(1, num_samples(call, watched(*call[0], **call[1])))
     return {name: times / count for name, times in found.items()}
+
+
+def tables(
+    weights: Iterable[LayerWeight],
+    num_options: Mapping[str, int],
+    items_of: Callable[[LayerWeight], Iterable[str]],
+    amount: Callable[[LayerWeight, Mapping[str, int]], float],
+) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[list[float]]], float]:
+    """How much weights use of a budget: by the option of one item, by those of a pair of items, and without any item.
+
+    `items_of`: at most two items for each weight. `amount(weight, places)`: with these options of its items.
+    """
+    single: dict[str, list[float]] = {}
+    pairs: dict[tuple[str, str], list[list[float]]] = {}
+    fixed = 0.0
+    for weight in weights:
+        items = tuple(dict.fromkeys(items_of(weight)))
+        if not items:
+            fixed += amount(weight, {})
+        elif len(items) == 1:
+            row = single.setdefault(items[0], [0.0] * num_options[items[0]])
+            for place in range(len(row)):
+                row[place] += amount(weight, {items[0]: place})
+        else:
+            one, other = items[::-1] if items[::-1] in pairs else items
+            table = pairs.setdefault((one, other), [[0.0] * num_options[other] for _ in range(num_options[one])])
+            for i, line in enumerate(table):
+                for j in range(len(line)):
+                    line[j] += amount(weight, {one: i, other: j})
+    return single, pairs, fixed
 
 
 def choose_options(
@@ -108,36 +130,19 @@ def choose_options(
     `counts`: how many units of a group each option removes.
     """
     listed = list(weights)
+    num_options = {group: len(own) for group, own in counts.items()}
     budgets = []
     for name, limit in limits.items():
-        single: dict[str, list[float]] = {}
-        pairs: dict[tuple[str, str], list[list[float]]] = {}
-        total = fixed = 0.0
-        for weight in listed:
-            total += weight.amount(name, 1.0)
-            kept = [[1 - share * count for count in counts[group]] for group, share in weight.axes]
-            groups = [group for group, _ in weight.axes]
-            if not groups:
-                fixed += weight.amount(name, 1.0)
-            elif len(groups) == 1 or groups[0] == groups[1]:
-                shares = kept[0] if len(groups) == 1 else [a * b for a, b in zip(kept[0], kept[1], strict=True)]
-                row = single.setdefault(groups[0], [0.0] * len(shares))
-                amounts = [weight.amount(name, share) for share in shares]
-                single[groups[0]] = [old + amount for old, amount in zip(row, amounts, strict=True)]
-            else:
-                first, second = (
-                    (0, 1) if (groups[0], groups[1]) in pairs or (groups[1], groups[0]) not in pairs else (1, 0)
-                )
-                key = (groups[first], groups[second])
-                table = pairs.setdefault(key, [[0.0] * len(kept[second]) for _ in kept[first]])
-                for row, a in zip(table, kept[first], strict=True):
-                    for place, b in enumerate(kept[second]):
-                        row[place] += weight.amount(name, a * b)
+
+        def amount(weight: LayerWeight, places: Mapping[str, int], name: str = name) -> float:
+            return weight.amount(name, weight.share({group: counts[group][place] for group, place in places.items()}))
+
+        single, pairs, fixed = tables(listed, num_options, lambda weight: (group for group, _ in weight.axes), amount)
         if costs:  # fixed costs are added to each option of one group, so that errors show the full numbers
             item = next(iter(costs))
-            single[item] = [amount + fixed for amount in single.get(item, [0.0] * len(costs[item]))]
+            single[item] = [used + fixed for used in single.get(item, [0.0] * len(costs[item]))]
         told = f"{name} (ms)" if name == LATENCY else name
-        budgets.append(Budget(told, limit * total, single, pairs))
+        budgets.append(Budget(told, limit * sum(weight.amount(name, 1.0) for weight in listed), single, pairs))
     return choose(costs, budgets, gap=1e-3)
 
 
@@ -148,20 +153,16 @@ def timed_weights(
 
     `points`: the units removed from each group at each ratio.
     """
-    known = {weight.name: weight for weight in weights}
-    counts = {ratio: {name: len(units) for name, units in removed.items()} for ratio, removed in points.items()}
-
-    def share(name: str, ratio: float) -> float | None:
-        if name not in known:
-            return None
-        return known[name].share(counts[ratio]) if ratio else 1.0
-
-    units = {ratio: [unit for found in removed.values() for unit in found] for ratio, removed in points.items()}
-    curves, rest = clock.curves(units, share)
-    outputs: dict[str, float] = {}
+    units, shares = {}, {0.0: {weight.name: 1.0 for weight in weights}}
+    for ratio, removed in points.items():
+        counts = {name: len(own) for name, own in removed.items()}
+        units[ratio] = [unit for own in removed.values() for unit in own]
+        shares[ratio] = {weight.name: weight.share(counts) for weight in weights}
+    curves, rest = clock.curves(units, shares)
+    outputs: defaultdict[str, float] = defaultdict(float)
     for weight in weights:
         if weight.made:
-            outputs[weight.made] = outputs.get(weight.made, 0.0) + weight.outputs
+            outputs[weight.made] += weight.outputs
     total = sum(outputs.values())
     others = []
     for group, count in outputs.items():

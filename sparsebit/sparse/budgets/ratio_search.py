@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.progress import track
-from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare
-from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
+from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare, MakePlan
+from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
 from sparsebit.sparse.channels.groups import Group, Unit, layers_of
 from sparsebit.sparse.proof.channel_proof import mask_units
 from sparsebit.sparse.scoring.padding import real_positions, real_rows
-from sparsebit.sparse.selecting.unit_selection import rounded, select_by_group
-from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
+from sparsebit.sparse.selecting.unit_selection import rounded, select
+from sparsebit.sparse.shrinking.surgery import apply_plan
 from sparsebit.sparse.sparse_config import SparseConfig
 
 log = logging.getLogger(__name__)
@@ -76,11 +77,9 @@ class RatioChoice:
 
     def __str__(self) -> str:
         lines = [] if self.latency is None else [str(self.latency)]
-        lines += [
-            f"{name}: {getattr(self.before, name):,.0f} -> {getattr(self.after, name):,.0f} "
-            f"({getattr(self.after, name) / max(1, getattr(self.before, name)):.3f})"
-            for name in ("macs", "parameters", "bytes")
-        ]
+        after = self.after.to_dict()
+        for name, before in self.before.to_dict().items():
+            lines.append(f"{name}: {before:,.0f} -> {after[name]:,.0f} ({after[name] / max(1, before):.3f})")
         return "\n".join([*lines, *(f"  {ratio:6.3f}  {name}" for name, ratio in self.ratios.items())])
 
 
@@ -96,21 +95,24 @@ def candidate_ratios(group: Group, config: SparseConfig, candidates: Sequence[fl
     return [config.ratio_of(names)] if config.is_overridden(names) else sorted({0.0, *candidates})
 
 
-def check_budgets(budgets: Mapping[str, float]) -> None:
+def check_budgets(
+    budgets: Mapping[str, float], allowed: Sequence[str] = BUDGETS, shares: Sequence[str] = (LATENCY,)
+) -> None:
+    """Raise for names that are not allowed, and for limits that are not above 0, and up to 1 where they are shares."""
+    wrong = [f"budget {name!r}" for name in budgets if name not in allowed]
+    if wrong or not budgets:
+        raise ConfigError(f"{wrong[0] if wrong else 'no budget was given'}: allowed: {', '.join(allowed)}")
     for name, limit in budgets.items():
-        if name not in BUDGETS:
-            raise ConfigError(f"budget {name!r}: allowed: {', '.join(BUDGETS)}")
-        if not limit > 0:
-            raise ConfigError(f"budget {name}={limit:g}: a number above 0; up to 1 it is a share of the dense model")
-        if name == LATENCY and limit > 1:
-            raise ConfigError(f"budget {name}={limit:g}: a share of the dense model's time, above 0 and up to 1")
-    if not budgets:
-        raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
+        is_share = name in shares
+        if not limit > 0 or (is_share and limit > 1):
+            of = f"a share of the dense model's {'time' if name == LATENCY else name}, above 0 and up to 1"
+            number = "a number above 0; up to 1 it is a share of the dense model"
+            raise ConfigError(f"budget {name}={limit:g}: {of if is_share else number}")
 
 
 @dataclass(frozen=True)
 class RatioOptions:
-    """The options of a choice: for each group its ratios, the cost of each, the scores of its units, and all weights.
+    """The options of a choice: for each group its ratios, their `measured_costs`, the scores of its units; all weights.
 
     `sizes`: the shapes of all tensors; their widths stay multiples of `round_to`.
     """
@@ -125,32 +127,13 @@ class RatioOptions:
 
     def dead(self, name: str, ratio: float) -> list[Unit]:
         """The units of a group that a ratio removes."""
-        units = select_by_group([self.groups[name]], [self.scores[name]], [ratio])
+        units = select(self.groups[name], self.scores[name], ratio)
         return rounded([self.groups[name]], units, self.sizes, self.round_to)
 
-    @property
+    @cached_property
     def removed(self) -> dict[str, list[list[Unit]]]:
         """The units of each group at each of its ratios."""
         return {name: [self.dead(name, ratio) for ratio in ratios] for name, ratios in self.ratios.items()}
-
-
-def ratio_options(
-    model: nn.Module,
-    groups: Mapping[str, Group],
-    scores: Mapping[str, Tensor],
-    ratios: Mapping[str, Sequence[float]],
-    *,
-    calls: Sequence[Call],
-    sizes: Mapping[str, tuple[int, ...]],
-    round_to: int = 1,
-) -> RatioOptions:
-    """The measured cost of each ratio of each group on the data.
-
-    `scores`: of the units of each group. `sizes`: the shapes of all tensors; their widths stay multiples of
-    `round_to`.
-    """
-    costs = measured_costs(model, groups, scores, ratios, calls)
-    return RatioOptions(groups, ratios, costs, scores, weights_of(model, groups, calls[0]), sizes, round_to)
 
 
 def search_ratios(
@@ -158,7 +141,7 @@ def search_ratios(
     options: RatioOptions,
     budgets: Mapping[str, float],
     *,
-    plan: Callable[[list[Unit]], ChannelPlan],
+    plan: MakePlan,
     example: Any,
     clock: Callable[[], Clock] | None = None,
 ) -> RatioChoice:
@@ -168,12 +151,9 @@ def search_ratios(
     `clock`.
     """
     before = model_size(model, example)
-    search = _Search(model, options.costs, options.removed, options.weights, plan, example, before)
-    limits = {
-        name: limit if limit <= 1 else limit / getattr(before, name)
-        for name, limit in budgets.items()
-        if name != LATENCY
-    }
+    search = _Search(model, options, plan, example, before)
+    counted = {name: limit for name, limit in budgets.items() if name != LATENCY}
+    limits = {name: limit if limit <= 1 else limit / getattr(before, name) for name, limit in counted.items()}
     if LATENCY not in budgets:
         found, latency = search.within(limits), None
     else:
@@ -183,7 +163,7 @@ def search_ratios(
             point: {name: options.dead(name, point if len(own) > 1 else own[0]) for name, own in options.ratios.items()}
             for point in POINTS
         }
-        search.weights = timed_weights(options.weights, points, running)
+        search.options = replace(options, weights=timed_weights(options.weights, points, running))
         found, latency = search.in_time(limits, budgets[LATENCY], running)
     chosen = {name: own[found.options[name]] for name, own in options.ratios.items()}
     costs = {name: options.costs[name][place] for name, place in found.options.items()}
@@ -203,34 +183,31 @@ class _Found:
 @dataclass
 class _Search:
     model: nn.Module
-    costs: Mapping[str, Sequence[float]]
-    removed: Mapping[str, Sequence[list[Unit]]]
-    weights: Sequence[LayerWeight]
-    plan: Callable[[list[Unit]], ChannelPlan]
+    options: RatioOptions
+    plan: MakePlan
     example: Any
     before: ModelSize
 
     def within(self, wanted: Mapping[str, float], time: float | None = None) -> _Found:
         """The best choice whose smaller model keeps the shares when it is counted; `time`: by the table."""
-        counts = {name: [len(units) for units in options] for name, options in self.removed.items()}
+        costs, removed, weights = self.options.costs, self.options.removed, self.options.weights
+        counts = {name: [len(units) for units in own] for name, own in removed.items()}
+        timed = {} if time is None else {LATENCY: time}
         limits = dict(wanted)
         while True:
-            timed = {} if time is None else {LATENCY: time}
-            options = choose_options(self.costs, counts, self.weights, {**limits, **timed}).options
+            chosen = choose_options(costs, counts, weights, {**limits, **timed}).options
             small = copy_model(self.model)
-            apply_plan(
-                small, self.plan([unit for name, found in self.removed.items() for unit in found[options[name]]])
-            )
+            apply_plan(small, self.plan([unit for name, own in removed.items() for unit in own[chosen[name]]]))
             after = model_size(small, self.example)
             over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
             if max(over.values(), default=0.0) <= 1:
                 break
             # The program counts layers only; the cost of everything else in the model shows only in the model itself.
             limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
-        kept = {name: found[options[name]] for name, found in counts.items()}
-        dense = sum(weight.amount(LATENCY, 1.0) for weight in self.weights) or 1.0
-        predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in self.weights) / dense
-        return _Found(options, small, after, predicted)
+        kept = {name: own[chosen[name]] for name, own in counts.items()}
+        dense = sum(weight.amount(LATENCY, 1.0) for weight in weights) or 1.0
+        predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in weights) / dense
+        return _Found(chosen, small, after, predicted)
 
     def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, LatencyShare]:
         """The choice whose smaller model was measured nearest to the time; each try corrects the next target."""
@@ -247,17 +224,16 @@ class _Search:
             if known is not None:  # it was timed already: continue in the same direction
                 aim *= 0.98 if known.ratio > asked else 1.02
                 continue
-            tried.append((found, LatencyShare(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
+            ratio = clock.times(found.small)[1].ratio
+            tried.append((found, LatencyShare(asked, ratio, found.predicted, len(tried) + 1)))
             if tried[-1][1].is_near or len(tried) == _MOST_TRIES:
                 break
             aim *= asked / tried[-1][1].ratio
         best, latency = min(tried, key=lambda pair: abs(pair[1].ratio / asked - 1))
         latency = replace(latency, tries=len(tried))
         if not latency.is_near:
-            side = "slower" if latency.ratio > asked else "faster"
-            told = (
-                f"{abs(latency.ratio / asked - 1):.0%} {side} than asked; the nearest of {len(tried)} that were timed"
-            )
+            away, side = abs(latency.ratio / asked - 1), "slower" if latency.ratio > asked else "faster"
+            told = f"{away:.0%} {side} than asked; the nearest of {len(tried)} that were timed"
             latency = replace(latency, reason=told)
             log.warning("budget latency=%g: the smaller model is %s", asked, told)
         return best, latency
@@ -271,8 +247,9 @@ def measured_costs(
     candidates: Mapping[str, Sequence[float]],
     batches: Sequence[Call],
 ) -> dict[str, list[float]]:
-    """For each group and ratio: the relative squared error of the model's output when it is pruned alone, on the first
-    `COST_SAMPLES` samples.
+    """For each group and ratio: the relative squared error of the model's output when it is pruned alone.
+
+    It is measured on the first `COST_SAMPLES` samples.
     """
     if not batches:
         raise CalibrationError("choose_ratios: no batch was given; give a few batches of inputs")
@@ -287,18 +264,16 @@ def measured_costs(
         found[name] = []
         num_gone = 0
         for ratio in candidates[name]:  # from less to more: what is pruned stays pruned
-            units = select_by_group([group], [scores[name]], [ratio])
+            units = select(group, scores[name], ratio)
             if len(units) == num_gone:  # nothing more goes (a small group, or a ratio of 0): no run is needed
                 found[name].append(found[name][-1] if found[name] else 0.0)
                 continue
             num_gone = len(units)
             mask_units(trial, units)
-            error = sum(
-                float((x - y).square().sum())
-                for call, outputs in zip(batches, dense, strict=True)
-                for x, y in zip(_outputs(trial, call), outputs, strict=True)
+            pairs = (
+                zip(_outputs(trial, call), outputs, strict=True) for call, outputs in zip(batches, dense, strict=True)
             )
-            found[name].append(error / energy)
+            found[name].append(sum(float((x - y).square().sum()) for pair in pairs for x, y in pair) / energy)
         for tensor, value in before.items():
             tensors[tensor].copy_(value)
     return found

@@ -29,11 +29,7 @@ class SamePaddedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         pads: list[int] = []
         for size, kernel, stride, dilation in zip(
-            reversed(input.shape[-2:]),
-            reversed(self.kernel_size),
-            reversed(self.stride),
-            reversed(self.dilation),
-            strict=True,
+            input.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True
         ):
             missing = max((-(size // -stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             pads += [missing // 2, missing - missing // 2]
@@ -45,8 +41,7 @@ def computed_layers(model: nn.Module, call: Call) -> dict[str, str]:
 
     Each is compared with its plain form on its input in the model.
     """
-    candidates = [path for path, module in model.named_modules() if path and _has_own_code(module)]
-    candidates = [path for path in candidates if _mixes_inputs(model.get_submodule(path))]
+    candidates = [path for path, part in model.named_modules() if path and _has_own_code(part) and _mixes_inputs(part)]
     if not candidates:
         return {}
     watched = copy_model(model, share_parameters=True)
@@ -58,21 +53,19 @@ def computed_layers(model: nn.Module, call: Call) -> dict[str, str]:
                 seen[path] = map_nested(Tensor, torch.clone, (args, output))
 
         watched.get_submodule(path).register_forward_hook(note)
-    args, kwargs = call
     with torch.no_grad():
-        watched(*args, **kwargs)
-    found = {path: _form(watched.get_submodule(path), *seen[path]) for path in candidates if path in seen}
-    return {path: form for path, form in found.items() if form is not None}
+        watched(*call[0], **call[1])
+    ran = [path for path in candidates if path in seen]
+    return {path: form for path in ran if (form := _form(watched.get_submodule(path), *seen[path]))}
 
 
 def make_plain(model: nn.Module, layers: Mapping[str, str]) -> None:
     """Replace the weights of these layers by their computed values, in place."""
     for path, form in layers.items():
-        module = model.get_submodule(path)
         if form == FOLDED:
-            fold_parametrizations(module)
+            fold_parametrizations(model.get_submodule(path))
         else:
-            _make_plain(module, form)
+            _make_plain(model.get_submodule(path), form)
 
 
 def folded_copy(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
@@ -86,15 +79,12 @@ def folded_copy(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
 
 def _make_plain(module: nn.Module, form: str) -> None:
     weight = _computed_weight(module)
-    assert weight is not None and isinstance(module, nn.modules.conv._ConvNd)
-    original = module.weight
-    for name in module._parameters:
-        if name not in ("weight", "bias"):
-            module._parameters[name] = None
-    module.weight = nn.Parameter(weight.detach().clone(), requires_grad=original.requires_grad)
-    plain = next(kind for kind in _PLAIN if isinstance(module, kind))
+    assert weight is not None
+    for name in module._parameters.keys() - {"weight", "bias"}:
+        module._parameters[name] = None
+    module.weight = nn.Parameter(weight.detach().clone(), requires_grad=module.get_parameter("weight").requires_grad)
     module.__dict__.pop("forward", None)
-    module.__class__ = SamePaddedConv2d if form == "same" else plain
+    module.__class__ = SamePaddedConv2d if form == "same" else next(kind for kind in _PLAIN if isinstance(module, kind))
 
 
 def _has_own_code(module: nn.Module) -> bool:
@@ -108,21 +98,18 @@ def _has_own_code(module: nn.Module) -> bool:
 
 def _mixes_inputs(module: nn.Module) -> bool:
     """Whether the weight of one input channel depends on the parameter of another."""
-    before = _computed_weight(module)
     changed = copy.deepcopy(module)
-    half = before.shape[1] // 2 if before is not None else 0
+    weight = changed.get_parameter("weight")
+    half = weight.shape[1] // 2
     with torch.no_grad():
-        noise = torch.rand_like(changed.weight[:, :half])  # type: ignore[index]
-        changed.weight[:, :half] += noise + 0.5  # type: ignore[index,operator]
-    after = _computed_weight(changed)
+        weight[:, :half] += torch.rand_like(weight[:, :half]) + 0.5
+    before, after = _computed_weight(module), _computed_weight(changed)
     return before is not None and after is not None and not torch.equal(before[:, half:], after[:, half:])
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], output: Any) -> str | None:
     """The form that a convolution with a plain weight needs for the same output; None if neither form fits."""
-    for form in ("plain", "same"):
-        if form == "same" and not isinstance(module, nn.Conv2d):
-            continue
+    for form in ("plain", "same") if isinstance(module, nn.Conv2d) else ("plain",):
         twin = copy.deepcopy(module)
         twin._forward_hooks.clear()
         try:

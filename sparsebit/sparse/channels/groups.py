@@ -6,6 +6,7 @@ then proves the result (`channel_proof.py`): channels that cannot be proved to b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -61,31 +62,35 @@ def units_of(sets: LabelSets) -> tuple[list[Unit], list[tuple[Unit, str]], list[
     """The sets of atoms that may be removed, those that must keep their width, with the reason, and what is spared."""
     members: dict[int, dict[tuple[str, int], list[int]]] = {}
     sizes = {(axis.tensor, axis.dim): axis.size for axis in sets.axes}
-    spared: dict[tuple[str, int, str], int] = {}
+    spared: Counter[tuple[str, int, str]] = Counter()
     roots, pinned = sets.roots().tolist(), sets.reasons()
     for axis in sets.axes:
         for place, root in enumerate(roots[axis.first : axis.first + axis.size]):
             if (reason := pinned.get(root)) is None:
                 members.setdefault(root, {}).setdefault((axis.tensor, axis.dim), []).append(place)
             else:
-                key = axis.tensor, axis.dim, reason
-                spared[key] = spared.get(key, 0) + 1
+                spared[axis.tensor, axis.dim, reason] += 1
     units: list[Unit] = []
     kept_wide: list[tuple[Unit, str]] = []
     wide = sets.wide()
     for root, parts in members.items():
-        whole = next((axis for axis, places in parts.items() if len(places) == sizes[axis]), None)
-        if whole is None:
-            unit = Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items()))
-            if root in wide:
-                kept_wide.append((unit, wide[root]))
-            else:
-                units.append(unit)
-            continue
-        for (tensor, dim), places in parts.items():
-            key = tensor, dim, f"all of {whole[0]}[{whole[1]}] would have to go at once"
-            spared[key] = spared.get(key, 0) + len(places)
-    return units, kept_wide, [Spared(*key[:2], count, key[2]) for key, count in spared.items()]
+        unit = Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items()))
+        if whole := next((axis for axis, places in parts.items() if len(places) == sizes[axis]), None):
+            _count(spared, unit, f"all of {whole[0]}[{whole[1]}] would have to go at once")
+        elif root in wide:
+            kept_wide.append((unit, wide[root]))
+        else:
+            units.append(unit)
+    return units, kept_wide, _listed(spared)
+
+
+def _count(spared: Counter[tuple[str, int, str]], unit: Unit, reason: str) -> None:
+    for tensor, dim, places in unit.members:
+        spared[tensor, dim, reason] += len(places)
+
+
+def _listed(spared: Counter[tuple[str, int, str]]) -> list[Spared]:
+    return [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in spared.items()]
 
 
 def without(
@@ -93,24 +98,21 @@ def without(
 ) -> tuple[list[Unit], list[Spared]]:
     """The result of `units_of` after some sets were pinned, with their reasons, without any other change."""
     left: list[Unit] = []
-    more: dict[tuple[str, int, str], int] = {(x.tensor, x.dim, x.reason): x.num_positions for x in spared}
+    more = Counter({(x.tensor, x.dim, x.reason): x.num_positions for x in spared})
     for unit in units:
         if (reason := pinned.get(unit.label)) is None:
             left.append(unit)
-            continue
-        for tensor, dim, places in unit.members:
-            key = tensor, dim, reason
-            more[key] = more.get(key, 0) + len(places)
-    return left, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in more.items()]
+        else:
+            _count(more, unit, reason)
+    return left, _listed(more)
 
 
 def all_spared(units: Iterable[tuple[Unit, str]]) -> list[Spared]:
     """The report of units that are spared, each with its reason."""
-    counts: dict[tuple[str, int, str], int] = {}
+    counts: Counter[tuple[str, int, str]] = Counter()
     for unit, reason in units:
-        for tensor, dim, places in unit.members:
-            counts[tensor, dim, reason] = counts.get((tensor, dim, reason), 0) + len(places)
-    return [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in counts.items()]
+        _count(counts, unit, reason)
+    return _listed(counts)
 
 
 def grouped(units: Iterable[Unit]) -> list[Group]:
@@ -134,9 +136,6 @@ def grouped(units: Iterable[Unit]) -> list[Group]:
     return [Group(tuple(members)) for members in found.values()]
 
 
-Kept = dict[str, dict[int, torch.Tensor]]
-
-
 def positions_of(units: Iterable[Unit]) -> dict[tuple[str, int], list[int]]:
     """The positions of all these units together, by tensor and dimension."""
     found: dict[tuple[str, int], list[int]] = {}
@@ -146,11 +145,10 @@ def positions_of(units: Iterable[Unit]) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> Kept:
+def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, torch.Tensor]]:
     """For each tensor and dimension that loses positions, the positions that stay, in order."""
-    kept: Kept = {}
+    kept: dict[str, dict[int, torch.Tensor]] = {}
     for (tensor, dim), places in positions_of(dead).items():
-        lost = set(places)
-        alive = [place for place in range(sizes[tensor][dim]) if place not in lost]
+        alive = sorted(set(range(sizes[tensor][dim])).difference(places))
         kept.setdefault(tensor, {})[dim] = torch.tensor(alive, dtype=torch.long)
     return kept

@@ -8,7 +8,7 @@ buffer. Atoms that must be removed together are joined into one set; a set that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,8 @@ class LabelSets:
         self._parent[atoms] = found  # shorter paths for the next time
         return torch.where(labels < FIXED, labels, found)
 
-    def join(self, labels: Iterable[int], reason: str) -> None:
-        """Make one set of all these labels. With FIXED among them the set is pinned; FREE has no effect."""
-        self.join_rows(torch.tensor([list(labels)], dtype=torch.long), reason)
-
     def join_rows(self, rows: Tensor, reason: str) -> None:
-        """Make one set of all labels in a row. `rows`: (sets, labels)."""
+        """Make one set of all labels in a row, `(sets, labels)`. FIXED among them pins the set; FREE has no effect."""
         if rows.numel():
             self.join_pairwise(rows.amax(1, keepdim=True).expand_as(rows), rows, reason)
 

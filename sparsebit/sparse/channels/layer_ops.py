@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
-from sparsebit.sparse.channels.op_call import Call, pin_all, shared
+from sparsebit.sparse.channels.labels import Axes, LabelSets
+from sparsebit.sparse.channels.op_call import Call, or_fixed, pin_all, shared
 
 
 def layer_rule(name: str) -> Callable[[LabelSets, Call], list[Axes]] | None:
@@ -23,14 +23,9 @@ def _matmul(sets: LabelSets, call: Call) -> list[Axes]:
     first, second = operands[:2]
     one, other = call.axes_of(first), call.axes_of(second)
     _contracted(sets, one[-1], other[-2 if second.dim() > 1 else 0], first.shape[-1], call)
-    result: list[Tensor | None] = [
-        shared(sets, [a, b], first.shape[dim], call)
-        for dim, (a, b) in enumerate(zip(one[:-2], other[:-2], strict=False))
-    ]
-    if first.dim() > 1:
-        result.append(one[-2])
-    if second.dim() > 1:
-        result.append(other[-1])
+    batch = zip(one[:-2], other[:-2], first.shape, strict=False)
+    result = [shared(sets, [a, b], size, call) for a, b, size in batch]
+    result += [*([one[-2]] if first.dim() > 1 else []), *([other[-1]] if second.dim() > 1 else [])]
     if added is not None:
         for back, labels in enumerate(reversed(call.axes_of(added)), 1):
             if added.shape[-back] == call.outputs[0].shape[-back] and added.shape[-back] > 1:
@@ -41,27 +36,21 @@ def _matmul(sets: LabelSets, call: Call) -> list[Axes]:
 
 
 def _convolution(sets: LabelSets, call: Call) -> list[Axes]:
-    source, weight = call.args[0], call.args[1]
-    bias = call.argument("bias")
+    source, weight, bias = call.args[0], call.args[1], call.argument("bias")
     is_transposed, groups = bool(call.argument("transposed", False)), int(call.argument("groups", 1))
     axes, kernel = call.axes_of(source), call.axes_of(weight)
     for labels in (*axes[2:], *kernel[2:]):
         sets.pin(labels, f"{call.described()} slides over them")
-    batch, taken = axes[0], axes[1]
-    num_in, num_out = source.shape[1], call.outputs[0].shape[1]
-    inner, outer = (kernel[0], kernel[1]) if is_transposed else (kernel[1], kernel[0])
     if groups == 1:
-        _contracted(sets, taken, inner, num_in, call)
-        given = outer
+        inner, given = kernel[:2] if is_transposed else (kernel[1], kernel[0])
+        _contracted(sets, axes[1], inner, source.shape[1], call)
     else:
-        taken = torch.full((num_in,), FIXED) if taken is None else taken
-        fixed = torch.full((weight.shape[0],), FIXED)
-        rows = fixed if kernel[0] is None else kernel[0]  # of the inputs when transposed, else of the outputs
-        columns = torch.full((weight.shape[1],), FIXED) if kernel[1] is None else kernel[1]
-        given = _grouped(sets, call, taken, rows, columns, groups, is_transposed)
-    if isinstance(bias, Tensor):
-        given = shared(sets, [given, call.axes_of(bias)[0]], num_out, call)
-    return [(batch, given, *(None,) * (source.dim() - 2))]
+        # The rows are those of the inputs when transposed, else of the outputs.
+        rows, columns = (or_fixed(labels, size) for labels, size in zip(kernel[:2], weight.shape, strict=False))
+        given = _grouped(sets, call, or_fixed(axes[1], source.shape[1]), rows, columns, groups, is_transposed)
+    if bias is not None:
+        given = shared(sets, [given, call.axes_of(bias)[0]], call.outputs[0].shape[1], call)
+    return [(axes[0], given, *(None,) * (source.dim() - 2))]
 
 
 def _grouped(
@@ -70,12 +59,10 @@ def _grouped(
     """A grouped convolution loses whole groups, or the same places of every group."""
     reason = f"{call.described()} has {groups} groups"
     num_taken = taken.numel() // groups
-    prefers_places = num_taken > groups
-    whole_groups = call.choose("group", 2, taken) == int(prefers_places) if num_taken > 1 else True
-    if whole_groups:
+    if num_taken == 1 or call.choose("group", 2, taken) == int(num_taken > groups):
         sets.pin(columns, f"{reason} of which each is whole")
         sets.join_rows(torch.cat([taken.view(groups, -1), rows.view(groups, -1)], 1), reason)
-        call.note_groups(rows.view(groups, -1)[:, 0])
+        call.groups.append(rows.view(groups, -1)[:, 0])
         if not is_transposed:
             return rows
         return taken.view(groups, -1)[:, 0].repeat_interleave(call.outputs[0].shape[1] // groups)
@@ -90,12 +77,9 @@ def _grouped(
 
 def _contracted(sets: LabelSets, first: Tensor | None, second: Tensor | None, size: int, call: Call) -> None:
     """A sum of products: positions removed from one factor must be removed from the other too."""
-    if first is None and second is None:
-        return
-    reason = f"{call.described()} sums over values that must stay"
-    one = torch.full((size,), FIXED) if first is None else first
-    other = torch.full((size,), FIXED) if second is None else second
-    sets.join_pairwise(one, other, reason)
+    if first is not None or second is not None:
+        reason = f"{call.described()} sums over values that must stay"
+        sets.join_pairwise(or_fixed(first, size), or_fixed(second, size), reason)
 
 
 def _bilinear(sets: LabelSets, call: Call) -> list[Axes]:
@@ -110,26 +94,27 @@ def _bilinear(sets: LabelSets, call: Call) -> list[Axes]:
 
 
 def _embedding(sets: LabelSets, call: Call) -> list[Axes]:
-    weight, indices = call.args[0], call.args[1]
-    table, wide = call.axes_of(weight)
+    table, wide = call.axes_of(call.args[0])
     sets.pin(table, f"{call.described()} looks them up")
-    return [(*(None,) * indices.dim(), wide)]
+    return [(*(None,) * call.args[1].dim(), wide)]
 
 
 def _batch_normalized(sets: LabelSets, call: Call) -> list[Axes]:
     source = call.args[0]
-    vectors = [tensor for tensor in call.tensors()[1:] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1]]
+    axes, channel = _normalized_channel(sets, call, f"{call.described()} normalizes over them")
+    given = {source.shape: (axes[0], channel, *(None,) * (source.dim() - 2)), source.shape[1:2]: (channel,)}
+    return [given.get(output.shape, (None,) * output.dim()) for output in call.outputs]
+
+
+def _normalized_channel(sets: LabelSets, call: Call, reason: str) -> tuple[Axes, Tensor | None]:
+    """The axes of the input, and the channel that it shares with scales, shifts and statistics."""
+    source = call.args[0]
     axes = call.axes_of(source)
-    found = [axes[1], *(call.axes_of(vector)[0] for vector in vectors)]
     for labels in axes[2:]:
-        sets.pin(labels, f"{call.described()} normalizes over them")
-    channel = shared(sets, found, source.shape[1], call)
-    return [
-        (axes[0], channel, *(None,) * (source.dim() - 2))
-        if output.shape == source.shape
-        else ((channel,) if output.dim() == 1 and output.shape[0] == source.shape[1] else (None,) * output.dim())
-        for output in call.outputs
-    ]
+        sets.pin(labels, reason)
+    vectors = [tensor for tensor in call.tensors()[1:] if tensor.shape == source.shape[1:2]]
+    found = [axes[1], *(call.axes_of(vector)[0] for vector in vectors)]
+    return axes, shared(sets, found, source.shape[1], call)
 
 
 def _normalized(sets: LabelSets, call: Call) -> list[Axes]:
@@ -143,9 +128,8 @@ def _normalized(sets: LabelSets, call: Call) -> list[Axes]:
         for labels in found:
             sets.keep_width(labels, f"{call.described()} normalizes over them")
         last.append(shared(sets, found, source.shape[lead + dim], call))
-    first = axes[:lead]
     return [
-        (*first, *(last if output.shape == source.shape else (None,) * (output.dim() - lead)))
+        (*axes[:lead], *(last if output.shape == source.shape else (None,) * (output.dim() - lead)))
         if output.dim() >= lead
         else (None,) * output.dim()
         for output in call.outputs
@@ -154,17 +138,13 @@ def _normalized(sets: LabelSets, call: Call) -> list[Axes]:
 
 def _group_normalized(sets: LabelSets, call: Call) -> list[Axes]:
     source, groups = call.args[0], int(call.argument("group"))
-    axes = call.axes_of(source)
-    vectors = [tensor for tensor in call.tensors()[1:] if tensor.dim() == 1]
     reason = f"{call.described()} normalizes over each of its {groups} groups"
-    channel = shared(sets, [axes[1], *(call.axes_of(vector)[0] for vector in vectors)], source.shape[1], call)
-    for labels in axes[2:]:
-        sets.pin(labels, reason)
+    axes, channel = _normalized_channel(sets, call, reason)
+    of_groups = None
     if channel is not None:
         sets.join_rows(channel.view(groups, -1), reason)
-    of_groups = None if channel is None else channel.view(groups, -1)[:, 0].clone()
-    if of_groups is not None:
-        call.note_groups(of_groups)
+        of_groups = channel.view(groups, -1)[:, 0].clone()
+        call.groups.append(of_groups)
     return [
         (axes[0], channel, *(None,) * (source.dim() - 2)) if output.shape == source.shape else (axes[0], of_groups)
         for output in call.outputs

@@ -6,7 +6,6 @@ So every chain of views, permutations, slices, paddings and concatenations needs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.channels.labels import FIXED, FREE, Axes, LabelSets, is_free
-from sparsebit.sparse.channels.op_call import Call, shared
+from sparsebit.sparse.channels.op_call import Call, or_fixed, shared, tensor_leaves
 
-# Operators whose output values are input values (or zeros) at other places.
-_MOVES = frozenset((
+# Operators whose output values are input values (or zeros) at other places. How many of them run can depend on strides.
+MOVES = frozenset((
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "slice", "select", "unsqueeze", "squeeze",
     "expand", "split", "split_with_sizes", "chunk", "unbind", "clone", "contiguous", "_to_copy", "alias", "detach",
     "detach_", "lift_fresh", "lift_fresh_copy", "repeat", "roll", "flip", "constant_pad_nd", "pixel_shuffle",
@@ -32,35 +31,20 @@ _SPLITS = frozenset((
     "split", "split_with_sizes", "chunk", "split_copy", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
 ))  # fmt: skip
 _COPIES = frozenset(("_to_copy", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"))
-_JOINS = frozenset(("cat", "concat", "concatenate", "stack", "_cat"))
-
-
-def is_move(name: str) -> bool:
-    """Whether an operator only moves values. How many of them run can depend on strides alone."""
-    return name in _MOVES
-
-
-def is_join(name: str) -> bool:
-    """Whether an operator puts tensors side by side."""
-    return name in _JOINS
-
-
-def is_expansion(name: str) -> bool:
-    """Whether an operator repeats values along dimensions that then could have any size."""
-    return name in ("expand", "expand_copy")
+JOINS = frozenset(("cat", "concat", "concatenate", "stack", "_cat"))
+EXPANSIONS = frozenset(("expand", "expand_copy"))  # along dimensions that then could have any size
 
 
 def moved(sets: LabelSets, call: Call) -> list[Axes]:
     """Run the operator on the labels. A tensor is a function of several dimensions after a view that splits one."""
-    source = next(leaf for leaf in call.tensors())
-    axes = call.axes_of(source)
-    name = call.name
+    source = call.tensors()[0]
+    axes, name = call.axes_of(source), call.name
     if name in ("transpose_", "t_"):  # the tensor has its new shape already, and its labels are in the old order
         one, other = (dim % source.dim() for dim in (call.args[1:] if name == "transpose_" else (0, -1)))
         order = list(axes)
         order[one], order[other] = order[other], order[one]
         return [tuple(order)]
-    if is_expansion(name):
+    if name in EXPANSIONS:
         return [_expanded(axes, source, call.outputs[0])]
     found: list[list[Tensor | None]] = [[None] * output.dim() for output in call.outputs]
     for dim, labels in enumerate(axes):
@@ -111,32 +95,25 @@ def joined(sets: LabelSets, call: Call) -> list[Axes]:
     axes = [call.axes_of(part) for part in parts]
     result: list[Tensor | None] = []
     for dim in range(output.dim()):
-        if dim == along:
-            if is_stack or all(entry[dim] is None for entry in axes):
-                result.append(None)
-            else:
-                pieces = [
-                    torch.full((part.shape[dim],), FIXED) if (found := entry[dim]) is None else found.clamp(min=FIXED)
-                    for part, entry in zip(parts, axes, strict=True)
-                ]
-                result.append(torch.cat(pieces))
-            continue
         old = dim - 1 if is_stack and dim > along else dim
-        result.append(shared(sets, [entry[old] for entry in axes], output.shape[dim], call))
+        if dim != along:
+            result.append(shared(sets, [entry[old] for entry in axes], output.shape[dim], call))
+        elif is_stack or all(entry[dim] is None for entry in axes):
+            result.append(None)
+        else:
+            pieces = [or_fixed(entry[dim], part.shape[dim]) for part, entry in zip(parts, axes, strict=True)]
+            result.append(torch.cat(pieces).clamp(min=FIXED))
     return [tuple(result)]
 
 
 def _expanded(axes: Axes, source: Tensor, output: Tensor) -> Axes:
     """A dimension that was broadcast exists at any size."""
-    result: list[Tensor | None] = []
     lead = output.dim() - source.dim()
-    for dim, size in enumerate(output.shape):
-        old = dim - lead
-        if old < 0 or (source.shape[old] == 1 and size != 1):
-            result.append(torch.full((size,), FREE))
-        else:
-            result.append(axes[old])
-    return tuple(result)
+    old = [(1, None)] * lead + list(zip(source.shape, axes, strict=True))
+    return tuple(
+        torch.full((size,), FREE) if dim < lead or (before == 1 and size != 1) else labels
+        for dim, (size, (before, labels)) in enumerate(zip(output.shape, old, strict=True))
+    )
 
 
 def _tie_parts(sets: LabelSets, call: Call, labels: Tensor, source: Tensor, dim: int) -> None:
@@ -159,24 +136,16 @@ def _run_on_labels(call: Call, source: Tensor, labels: Tensor, dim: int) -> list
     if call.name in _COPIES:
         return [spread]
     if call.name in ("channel_shuffle", "native_channel_shuffle"):
-        groups = call.argument("groups")
-        parts = spread.unflatten(1, (groups, -1)).transpose(1, 2)
-        return [parts.flatten(1, 2)]
+        return [spread.unflatten(1, (call.argument("groups"), -1)).transpose(1, 2).flatten(1, 2)]
 
-    def replaced(leaf: Any) -> Any:
-        return spread if leaf is source else leaf
+    def run_on(values: Tensor) -> list[Tensor]:
+        args, kwargs = pytree.tree_map(lambda leaf: values if leaf is source else leaf, (call.args, call.kwargs))
+        return tensor_leaves(call.op(*args, **kwargs))
 
-    args, kwargs = pytree.tree_map(replaced, (call.args, call.kwargs))
     try:
-        result = call.op(*args, **kwargs)
+        return run_on(spread)
     except (RuntimeError, NotImplementedError):  # some are not there for integers
-
-        def as_float(leaf: Any) -> Any:
-            return spread.double() if leaf is source else leaf
-
-        args, kwargs = pytree.tree_map(as_float, (call.args, call.kwargs))
-        result = pytree.tree_map_only(Tensor, lambda x: x.round().long(), call.op(*args, **kwargs))
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return [x.round().long() for x in run_on(spread.double())]
 
 
 def _spread(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
@@ -187,25 +156,20 @@ def _spread(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 
 def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tensor]:
-    """Labels of elements as labels of one dimension; where they vary along several, the others are joined.
-
-    `elements`: representatives of sets.
-    """
+    """Labels (representatives) of elements as those of one dimension; where they vary along more, they are joined."""
     for dim in range(elements.dim()):
         if elements.stride(dim) == 0 and elements.shape[dim] > 1:
             elements = elements.narrow(dim, 0, 1)
     varying = [dim for dim in range(elements.dim()) if not _is_constant(elements, dim)]
     if not varying:
-        if elements.numel() == 0 or int(elements.flatten()[0]) == FIXED:
-            return {}
-        if int(elements.flatten()[0]) == FREE:
-            return {}
         # One label in every position: the channel was selected, and has no dimension of its own any more.
         sets.pin(elements, f"{call.described()} takes single channels out")
         return {}
     chosen = varying[0]
     if len(varying) > 1:
-        order = _preferred(varying)
+        # The order of trials: heads come before what is inside a head, and after the three of a joint q, k, v.
+        first = varying[0] if len(varying) == 2 else varying[-2]
+        order = [first, *(dim for dim in varying if dim != first)]
         chosen = order[call.choose("view", len(order), elements)]
     rows = elements.movedim(chosen, 0).reshape(elements.shape[chosen], -1)
     reason = f"{call.described()} arranges them in several dimensions"
@@ -223,12 +187,6 @@ def _distinct_columns(rows: Tensor) -> Tensor:
     found, inverse = (rows * weights).sum(0).unique(return_inverse=True)
     first = torch.zeros(found.numel(), dtype=torch.long).scatter_(0, inverse, torch.arange(rows.shape[1]))
     return rows[:, first]
-
-
-def _preferred(varying: list[int]) -> list[int]:
-    """The order of trials: heads come before what is inside a head, and after the three of a joint q, k, v."""
-    first = varying[0] if len(varying) == 2 else varying[-2]
-    return [first, *(dim for dim in varying if dim != first)]
 
 
 def _is_constant(elements: Tensor, dim: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.channels.labels import FIXED, FREE, Axes, LabelSets
+
+Pin = tuple[Callable[[Tensor | None, str], None], Tensor | None, str]  # `act(labels, reason)`, for later
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,10 @@ class Call:
     axes_of: Callable[[Any], Axes]
     # (kind, number of options, labels) -> the option to take; asked wherever labels can be carried in several ways.
     choose: Callable[[str, int, Tensor], int]
-    # Takes sizes that are not a dimension of a tensor: the labels of the groups of a convolution.
-    note_groups: Callable[[Tensor], None]
-    # (labels, reason): they must stay if anything uses the result of the call.
-    pin_when_used: Callable[[Tensor | None, str], None]
-    # (labels, reason): they must keep their places in activations if anything uses the result of the call.
-    keep_width_when_used: Callable[[Tensor | None, str], None]
+    # Sizes that are not a dimension of a tensor: the labels of the groups of a convolution.
+    groups: list[Tensor] = field(default_factory=list)
+    # What is pinned, or keeps its width, if anything uses the result of the call.
+    when_used: list[Pin] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -40,31 +40,40 @@ class Call:
         return f"{self.name} in {self.where or 'the model'}"
 
     def argument(self, name: str, default: Any = None) -> Any:
-        for index, declared in enumerate(self.op._schema.arguments):
-            if declared.name == name:
-                return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
-        return default
+        names = [declared.name for declared in self.op._schema.arguments]
+        place = names.index(name) if name in names else len(self.args)
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return tensor_leaves((self.args, self.kwargs))
+
+    def unlabelled(self) -> list[Axes]:
+        """Outputs all of whose positions are fixed."""
+        return [(None,) * output.dim() for output in self.outputs]
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def or_fixed(labels: Tensor | None, size: int) -> Tensor:
+    return torch.full((size,), FIXED) if labels is None else labels
 
 
 def pin_all(sets: LabelSets, call: Call, reason: str) -> list[Axes]:
     for tensor in call.tensors():
         for labels in call.axes_of(tensor):
             sets.pin(labels, reason)
-    return [(None,) * output.dim() for output in call.outputs]
+    return call.unlabelled()
 
 
 def shared(sets: LabelSets, found: list[Tensor | None], size: int, call: Call) -> Tensor | None:
     """One dimension that several tensors have in common: position by position, their labels are removed together."""
     if all(labels is None for labels in found):
         return None
-    reason = f"{call.described()} combines them with values that must stay"
-    full = [torch.full((size,), FIXED) if labels is None else labels for labels in found]
+    full = torch.stack([or_fixed(labels, size) for labels in found])
     for labels in full[1:]:
-        sets.join_pairwise(full[0], labels, reason)
-    stacked = torch.stack(full)
-    if bool((stacked == FREE).all()):
+        sets.join_pairwise(full[0], labels, f"{call.described()} combines them with values that must stay")
+    if bool((full == FREE).all()):
         return full[0]
-    return stacked.amax(0) if bool((stacked > FIXED).any()) else None
+    return full.amax(0) if bool((full > FIXED).any()) else None

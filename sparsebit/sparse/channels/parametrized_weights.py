@@ -24,7 +24,8 @@ FOLDED = "folded"  # the new form of such a layer, in a channel plan
 
 def computed_tensors(module: nn.Module) -> dict[str, str]:
     """The tensors of a module that a parametrization computes, and the name of each one's class."""
-    found = {hook_tensor(hook): type(hook).__name__ for hook in module._forward_pre_hooks.values() if hook_tensor(hook)}
+    hooks = module._forward_pre_hooks.values()
+    found = {name: type(hook).__name__ for hook in hooks if (name := hook_tensor(hook))}
     if parametrize.is_parametrized(module):
         lists: Any = module.parametrizations
         found |= {name: ", ".join(type(step).__name__ for step in steps) for name, steps in lists.items()}
@@ -73,13 +74,8 @@ def fold_parametrizations(module: nn.Module) -> None:
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
             _forget_weight_norm(module)
             continue
-        kinds = {type(hook) for hook in module._forward_pre_hooks.values() if hook_tensor(hook) == name}
-        if WeightNorm in kinds:
-            remove_weight_norm(module, name)
-        elif SpectralNorm in kinds:
-            remove_spectral_norm(module, name)
-        else:
-            prune.remove(module, name)
+        by = next(type(hook) for hook in module._forward_pre_hooks.values() if hook_tensor(hook) == name)
+        {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}.get(by, prune.remove)(module, name)
 
 
 def _forget_weight_norm(module: nn.Module) -> None:

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.channels.labels import FREE, Axes, LabelSets, is_free
 from sparsebit.sparse.channels.layer_ops import layer_rule
-from sparsebit.sparse.channels.moving_ops import is_expansion, is_join, is_move, joined, moved
-from sparsebit.sparse.channels.op_call import Call, pin_all, shared
+from sparsebit.sparse.channels.moving_ops import EXPANSIONS, JOINS, MOVES, joined, moved
+from sparsebit.sparse.channels.op_call import Call, pin_all, shared, tensor_leaves
 
 # Sums over channels: a removed channel counts as zero. The proof decides whether it was zero.
 _SUMS = frozenset(("sum", "linalg_vector_norm", "norm"))
@@ -43,20 +43,19 @@ _LOOKUPS = frozenset(("index", "_unsafe_index", "index_select", "gather"))
 
 def carry(sets: LabelSets, call: Call) -> list[Axes]:
     """The labels of every output of a call; joins and pins what the operator ties together."""
-    tensors = call.tensors()
-    if call.name in _CONSTANTS:
+    tensors, name = call.tensors(), call.name
+    if name in _CONSTANTS:
         return [tuple(torch.full((size,), FREE) if size > 1 else None for size in x.shape) for x in call.outputs]
     is_labelled = any(labels is not None for tensor in tensors for labels in call.axes_of(tensor))
-    if not is_labelled and not is_expansion(call.name):
-        return [(None,) * output.dim() for output in call.outputs]
-    name = call.name
+    if not is_labelled and name not in EXPANSIONS:
+        return call.unlabelled()
     if name in _FILLS:
         return [call.axes_of(tensors[0]) for _ in call.outputs]
     if rule := layer_rule(name):
         return rule(sets, call)
-    if is_join(name):
+    if name in JOINS:
         return joined(sets, call)
-    if is_move(name):
+    if name in MOVES:
         return moved(sets, call)
     if name in _SUMS or name in _REDUCTIONS:
         return _reduced(sets, call)
@@ -69,11 +68,9 @@ def _gated(sets: LabelSets, call: Call) -> list[Axes]:
     """`glu`: one half of a dimension gates the other, place by place."""
     source = call.args[0]
     axes, dim = call.axes_of(source), call.argument("dim", -1) % source.dim()
-    halves = axes[dim]
-    if halves is not None:
-        first, second = halves.chunk(2)
-        halves = shared(sets, [first, second], first.numel(), call)
-    return [tuple(halves if place == dim else labels for place, labels in enumerate(axes))]
+    if (halves := axes[dim]) is not None:
+        halves = shared(sets, list(halves.chunk(2)), halves.numel() // 2, call)
+    return [(*axes[:dim], halves, *axes[dim + 1 :])]
 
 
 def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
@@ -115,38 +112,28 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
 
 def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
     """Whether each slice of an output depends on the same slice of these inputs alone, as far as two probes see."""
-    size = call.outputs[place].shape[dim]
-    chosen = torch.randperm(size)[: max(1, size // 2)]
-    halves = [chosen, torch.tensor([i for i in range(size) if i not in set(chosen.tolist())], dtype=torch.long)]
+    output = call.outputs[place]
+    order = torch.randperm(output.shape[dim])
+    half = max(1, len(order) // 2)
     if not any(tensor.is_floating_point() for tensor in sliced) or call.name.endswith("_"):
         return False
-    for half in halves:
-        changed = {
-            id(tensor): _changed(tensor, tensor.dim() - call.outputs[place].dim() + dim, half) for tensor in sliced
-        }
-        args, kwargs = _replaced(call, changed)
+
+    def result(arguments: tuple[tuple[Any, ...], dict[str, Any]], kept: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        found = tensor_leaves(call.op(*arguments[0], **arguments[1]))[place]
+        return found.index_select(dim, kept).nan_to_num()
+
+    for written, kept in ((order[:half], order[half:]), (order[half:], order[:half])):
+        changed = {id(x): _changed(x, x.dim() - output.dim() + dim, written) for x in sliced}
+        given = call.args, call.kwargs
+        other = pytree.tree_map(lambda leaf, changed=changed: changed.get(id(leaf), leaf), given)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                before = _outputs_of(call.op(*call.args, **call.kwargs))[place]
-                torch.manual_seed(0)
-                after = _outputs_of(call.op(*args, **kwargs))[place]
+                if not torch.equal(result(given, kept), result(other, kept)):
+                    return False
         except (RuntimeError, IndexError):
             return False
-        others = torch.ones(size, dtype=torch.bool)
-        others[half] = False
-        kept = others.nonzero().flatten()
-        if not torch.equal(before.index_select(dim, kept).nan_to_num(), after.index_select(dim, kept).nan_to_num()):
-            return False
     return True
-
-
-def _replaced(call: Call, changed: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with some tensors, by id, replaced."""
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda leaf: changed.get(id(leaf), leaf), (call.args, call.kwargs)
-    )
-    return found
 
 
 def _changed(tensor: Tensor, dim: int, places: Tensor) -> Tensor:
@@ -157,25 +144,18 @@ def _changed(tensor: Tensor, dim: int, places: Tensor) -> Tensor:
     return changed.index_copy(dim, places, changed.index_select(dim, places) + noise + 0.5)
 
 
-def _outputs_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _reduced(sets: LabelSets, call: Call) -> list[Axes]:
     source = call.args[0]
-    axes = call.axes_of(source)
-    dims = call.argument("dim")
-    keeps = bool(call.argument("keepdim", False))
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
-        gone = set(range(source.dim()))
-    else:
-        gone = {dim % max(1, source.dim()) for dim in ([dims] if isinstance(dims, int) else dims)}
-    if any(isinstance(argument, Tensor) for argument in call.args[1:]):  # torch.max(a, b)
+    if len(call.tensors()) > 1:  # torch.max(a, b)
         return _slicewise(sets, call)
+    axes, dims = call.axes_of(source), call.argument("dim")
+    keeps = bool(call.argument("keepdim", False))
+    dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+    gone = {dim % max(1, source.dim()) for dim in dims}
     for dim in gone:
         if call.name not in _SUMS and source.dim():
-            note = call.keep_width_when_used if call.name in _MEANS else call.pin_when_used
-            note(axes[dim], f"{call.described()} is taken over them")
+            act = sets.keep_width if call.name in _MEANS else sets.pin
+            call.when_used.append((act, axes[dim], f"{call.described()} is taken over them"))
     kept = tuple(None if dim in gone else labels for dim, labels in enumerate(axes) if keeps or dim not in gone)
     return [kept if output.dim() == len(kept) else (None,) * output.dim() for output in call.outputs]
 
@@ -190,7 +170,7 @@ def _indexed(sets: LabelSets, call: Call) -> list[Axes]:
         sets.pin(axes[dim], reason)
         if call.name == "gather":
             return pin_all(sets, call, reason)
-        return [tuple(None if i == dim else labels for i, labels in enumerate(axes))]
+        return [(*axes[:dim], None, *axes[dim + 1 :])]
     indices = list(call.args[1]) + [None] * (source.dim() - len(call.args[1]))
     is_masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     used = [dim for dim, index in enumerate(indices) if index is not None]

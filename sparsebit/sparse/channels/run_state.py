@@ -22,16 +22,15 @@ def forget_run_state(model: nn.Module, fresh: nn.Module) -> None:
     """
     originals = dict(fresh.named_modules())
     for path, module in model.named_modules():
-        original = originals.get(path)
-        if original is None:
+        if path not in originals:
             continue
-        for name, value in list(module.__dict__.items()):
-            if name in _REGISTRIES or not _holds_tensor(value):
-                continue
-            if name not in original.__dict__:
-                del module.__dict__[name]
-            elif not _holds_tensor(original.__dict__[name]):
-                module.__dict__[name] = copy.deepcopy(original.__dict__[name])
+        before = vars(originals[path])
+        held = [name for name, value in vars(module).items() if name not in _REGISTRIES and _holds_tensor(value)]
+        for name in held:
+            if name not in before:
+                del vars(module)[name]
+            elif not _holds_tensor(before[name]):
+                vars(module)[name] = copy.deepcopy(before[name])
 
 
 def _holds_tensor(value: Any) -> bool:

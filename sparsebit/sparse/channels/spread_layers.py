@@ -50,39 +50,29 @@ class SpreadLinear(_Spread, nn.Linear):
         return self._written(F.linear(self._read(input), self.weight, self.bias))
 
 
-class SpreadConv1d(_Spread, nn.Conv1d):
+class _SpreadConv(_Spread):
     """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        layer: Any = self
+        return self._written(layer._conv_forward(self._read(input), layer.weight, layer.bias))
+
+
+class SpreadConv1d(_SpreadConv, nn.Conv1d):
     channel_dim = -2
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
 
-
-class SpreadConv2d(_Spread, nn.Conv2d):
-    """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
-
+class SpreadConv2d(_SpreadConv, nn.Conv2d):
     channel_dim = -3
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
 
-
-class SpreadConv3d(_Spread, nn.Conv3d):
-    """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
-
+class SpreadConv3d(_SpreadConv, nn.Conv3d):
     channel_dim = -4
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
 
 
 _FORMS: dict[type[nn.Module], type[Any]] = {
-    nn.Linear: SpreadLinear,
-    nn.Conv1d: SpreadConv1d,
-    nn.Conv2d: SpreadConv2d,
-    nn.Conv3d: SpreadConv3d,
-}
+    nn.Linear: SpreadLinear, nn.Conv1d: SpreadConv1d, nn.Conv2d: SpreadConv2d, nn.Conv3d: SpreadConv3d,
+}  # fmt: skip
 
 
 def can_spread(module: nn.Module) -> bool:
@@ -96,14 +86,13 @@ def spread_layer(module: nn.Module, reads: Sequence[int] | None, writes: Sequenc
     `reads`, `writes`: the remaining places of the activations; None: all. Must be called before the layer's numbers of
     channels are set from the smaller weight.
     """
-    assert isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
-    device = module.weight.device
-    table = None
-    if writes is not None:
-        num_given = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        table = torch.full((num_given,), len(writes), dtype=torch.long, device=device)
-        table[torch.tensor(writes, dtype=torch.long, device=device)] = torch.arange(len(writes), device=device)
-    places = None if reads is None else torch.tensor(reads, dtype=torch.long, device=device)
+    device = module.get_parameter("weight").device
+    places, table = (None if x is None else torch.tensor(x, dtype=torch.long, device=device) for x in (reads, writes))
+    if table is not None:
+        num_given: int = getattr(module, "out_features", None) or module.out_channels  # type: ignore[assignment]
+        given = torch.full((num_given,), len(table), dtype=torch.long, device=device)
+        given[table] = torch.arange(len(table), device=device)
+        table = given
     module.__class__ = _FORMS[type(module)]
     module.register_buffer("spread_reads", places, persistent=False)
     module.register_buffer("spread_writes", table, persistent=False)

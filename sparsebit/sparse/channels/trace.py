@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
-from sparsebit.sparse.channels.moving_ops import is_move
-from sparsebit.sparse.channels.op_call import Call
+from sparsebit.sparse.channels.moving_ops import MOVES
+from sparsebit.sparse.channels.op_call import Call, tensor_leaves
 from sparsebit.sparse.channels.returned import returned_tensors
 from sparsebit.sparse.channels.rules import carry
 from sparsebit.sparse.channels.run_state import nested_tensors
@@ -48,16 +47,16 @@ class TracedCall:
 
     @property
     def is_move(self) -> bool:
-        return is_move(self.name)
+        return self.name in MOVES
 
     @property
     def is_free(self) -> bool:
         """Whether a dimension of an output could have any size."""
         return any(labels is not None and bool((labels < FIXED).any()) for axes in self.outputs for labels in axes)
 
-    def labels(self) -> Iterator[Tensor]:
-        for axes in (*(axes for _, axes in self.inputs), *self.outputs):
-            yield from (labels for labels in axes if labels is not None)
+    def labels(self) -> list[Tensor]:
+        every = [*(axes for _, axes in self.inputs), *self.outputs]
+        return [labels for axes in every for labels in axes if labels is not None]
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,7 @@ class ModulePaths:
                     self.failed_in = self.failed_in or names[module]
 
         # Hooks of all modules: the model's code may ask for the hooks of one (`if self.layer._forward_hooks:`).
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ]
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
             yield
         finally:
@@ -136,21 +132,19 @@ class ModulePaths:
             del self.stack[1:]
 
 
+@dataclass(eq=False)
 class _Watch(TorchDispatchMode):
     """Records steps; with `sets`, labels too."""
 
-    def __init__(
-        self,
-        paths: ModulePaths,
-        trace: Trace,
-        sets: LabelSets | None,
-        names: Mapping[int, str],
-        options: Mapping[str, int],
-        values: Sequence[Survivors] | None,
-    ) -> None:
+    paths: ModulePaths
+    trace: Trace
+    sets: LabelSets | None
+    names: Mapping[int, str]
+    options: Mapping[str, int]
+    values: Sequence[Survivors] | None
+
+    def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.paths, self.trace, self.sets, self.names, self.options = paths, trace, sets, names, options
-        self.values = values
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,47 +152,34 @@ class _Watch(TorchDispatchMode):
         try:
             result = op(*args, **kwargs)
         except Exception:
-            shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            self.trace.pending = TracedCall(name, where, shapes)
+            self.trace.pending = TracedCall(name, where, _shapes(tensor_leaves((args, kwargs))))
             raise
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        shapes = tuple(tuple(output.shape) for output in outputs)
+        outputs = tensor_leaves(result)
         if self.values is not None:
-            self._note_use(name, (args, kwargs), outputs)
-        if self.values is not None and not is_move(name):
+            self._note_use(name, tensor_leaves((args, kwargs)), outputs)
+        if self.values is not None and name not in MOVES:
             number = len(self.trace.digests)
             kept = self.values[number] if number < len(self.values) else [{} for _ in outputs]
             self.trace.digests.append([_digest(x, dims) for x, dims in zip(outputs, kept, strict=False)])
         if self.sets is None:
-            self.trace.steps.append(TracedCall(name, where, shapes))
+            self.trace.steps.append(TracedCall(name, where, _shapes(outputs)))
             return result
-        groups: list[Tensor] = []
-        pins: list[tuple[Callable[[Tensor, str], None], Tensor, str]] = []
-
-        def when_used(act: Callable[[Tensor, str], None]) -> Callable[[Tensor | None, str], None]:
-            def note(labels: Tensor | None, reason: str) -> None:
-                if labels is not None:
-                    pins.append((act, labels, reason))
-
-            return note
-
-        later = when_used(self.sets.pin), when_used(self.sets.keep_width)
-        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append, *later)
+        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose)
         enact_pins(self.sets, call.tensors())
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
         for output, axes in zip(outputs, carried, strict=True):
             setattr(output, _ATTRIBUTE, (self.sets.number, axes))
-            if pins:
-                setattr(output, _PINS, (self.sets.number, pins))
-        self.trace.steps.append(TracedCall(name, where, shapes, inputs, carried, groups[0] if groups else None))
+            if call.when_used:
+                setattr(output, _PINS, (self.sets.number, call.when_used))
+        groups = call.groups[0] if call.groups else None
+        self.trace.steps.append(TracedCall(name, where, _shapes(outputs), inputs, carried, groups))
         return result
 
-    def _note_use(self, name: str, arguments: Any, outputs: list[Tensor]) -> None:
+    def _note_use(self, name: str, given: list[Tensor], outputs: list[Tensor]) -> None:
         """Which results are used: those that an operator that computes takes, moved or as they are."""
-        given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        sources = frozenset().union(*(sources_of(tensor, self.trace) for tensor in given))
-        if not is_move(name):
+        sources = frozenset().union(*(_sources_of(tensor, self.trace) for tensor in given))
+        if name not in MOVES:
             self.trace.used |= sources
             sources = frozenset((len(self.trace.digests),))
         for output in outputs:
@@ -206,14 +187,9 @@ class _Watch(TorchDispatchMode):
 
     def axes_of(self, tensor: Tensor) -> Axes:
         assert self.sets is not None
-        number, found = getattr(tensor, _ATTRIBUTE, (0, ()))
-        # A tensor that a model keeps from run to run, outside of itself, may have labels of an earlier analysis.
-        if number == self.sets.number and len(found) == tensor.dim():
-            axes: Axes = found
-            return axes
         name = self.names.get(id(tensor))
-        if name is None or not tensor.is_floating_point():
-            return (None,) * tensor.dim()
+        if (found := _labelled(tensor, self.sets)) is not None or name is None or not tensor.is_floating_point():
+            return found or (None,) * tensor.dim()
         axes = tuple(self.sets.add_axis(name, dim, size) if size > 1 else None for dim, size in enumerate(tensor.shape))
         setattr(tensor, _ATTRIBUTE, (self.sets.number, axes))
         return axes
@@ -243,7 +219,7 @@ def watch(
         with plain_operators(), paths.watched():
             with _Watch(paths, trace, sets, names or {}, options or {}, values):
                 trace.outputs = returned_tensors(model(*args, **kwargs))
-            trace.used.update(*(sources_of(tensor, trace) for tensor in trace.outputs))
+            trace.used.update(*(_sources_of(tensor, trace) for tensor in trace.outputs))
     except Exception as error:
         trace.error, trace.failed_in = error, paths.failed_in
     if sets is not None:
@@ -291,19 +267,22 @@ def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:
     return float((flat * weights).sum()), float((flat * weights).abs().sum())
 
 
-def output_labels(trace: Trace) -> Iterator[Tensor]:
-    for tensor in trace.outputs:
-        _, axes = getattr(tensor, _ATTRIBUTE, (0, ()))
-        yield from (labels for labels in axes if labels is not None)
+def _shapes(tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
-def sources_of(tensor: Tensor, trace: Trace) -> frozenset[int]:
+def _sources_of(tensor: Tensor, trace: Trace) -> frozenset[int]:
     """The steps of a run whose values a tensor holds."""
     number, sources = getattr(tensor, _SOURCES, (0, frozenset()))
     return sources if number == id(trace) else frozenset()
 
 
+def _labelled(tensor: Tensor, sets: LabelSets) -> Axes | None:
+    # A tensor that a model keeps from run to run, outside of itself, may have labels of an earlier analysis.
+    number, axes = getattr(tensor, _ATTRIBUTE, (0, ()))
+    return axes if number == sets.number and len(axes) == tensor.dim() else None
+
+
 def axes_of(tensor: Tensor, sets: LabelSets) -> Axes:
     """The labels that a run with these sets gave to a tensor."""
-    number, axes = getattr(tensor, _ATTRIBUTE, (0, ()))
-    return axes if number == sets.number and len(axes) == tensor.dim() else (None,) * tensor.dim()
+    return _labelled(tensor, sets) or (None,) * tensor.dim()

@@ -7,12 +7,13 @@ read is spared: every layer of the network would have to gather and to spread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from sparsebit.sparse.channels.groups import Group, Unit, grouped
+from sparsebit.sparse.channels.groups import Group, Unit, grouped, positions_of
 from sparsebit.sparse.channels.labels import LabelSets
 from sparsebit.sparse.channels.spread_layers import can_spread
 from sparsebit.sparse.channels.trace import TracedCall
@@ -75,21 +76,17 @@ class _Layers:
 
     def __init__(self, model: nn.Module, steps: Iterable[TracedCall], sets: LabelSets) -> None:
         called = {step.where for step in steps}
-        owners: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+        times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         self.order: dict[str, int] = {}  # of first use
         for axis in sets.axes:
             self.order.setdefault(axis.tensor, len(self.order))
         self.rows: dict[str, int] = {}  # the dimension of the outputs, for each weight
         self.modules: dict[str, nn.Module] = {}  # of weights that only their own layer reads, if it can be spread
         for path, module in model.named_modules():
-            name = f"{path}.weight" if path else "weight"
+            name = f"{path}.weight".removeprefix(".")
             if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and name in self.order:
                 self.rows[name] = int(getattr(module, "transposed", False))
-                if can_spread(module) and path in called and len(owners[id(module._parameters["weight"])]) == 1:
+                if can_spread(module) and path in called and times[id(module._parameters["weight"])] == 1:
                     self.modules[name] = module
 
     def has_ends(self, unit: Unit) -> bool:
@@ -97,9 +94,7 @@ class _Layers:
         return all(self._uses(unit))
 
     def is_between(self, unit: Unit) -> bool:
-        """Whether layers produce a channel before others read it: a residual stream is written again after it was
-        read.
-        """
+        """Whether layers produce a channel before others read it: a residual stream is written again after it."""
         makers, readers = self._uses(unit)
         return max(makers, default=0) < min(readers, default=0)
 
@@ -110,19 +105,14 @@ class _Layers:
 
     def leaving(self, group: Group) -> set[Axis]:
         """The axes of layers from which the group can be removed."""
-        places: dict[Axis, list[int]] = {}
-        for unit in group.units:
-            for tensor, dim, positions in unit.members:
-                places.setdefault((tensor, dim), []).extend(positions)
+        places = positions_of(group.units)
         found: set[Axis] = set()
         for (tensor, dim), own in places.items():
             if tensor not in self.modules or dim > 1:
                 continue
             bias = f"{tensor.removesuffix('weight')}bias", 0
-            has_bias = self.modules[tensor]._parameters.get("bias") is not None
-            if dim == 0 and has_bias:
-                if sorted(places.get(bias, ())) == sorted(own):
-                    found |= {(tensor, dim), bias}
-            else:
+            if dim == 1 or self.modules[tensor]._parameters.get("bias") is None:
                 found.add((tensor, dim))
+            elif sorted(places.get(bias, ())) == sorted(own):
+                found |= {(tensor, dim), bias}
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,13 @@ from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.sparse.channels.groups import Group, grouped, units_of, without
 from sparsebit.sparse.channels.labels import LabelSets
-from sparsebit.sparse.channels.trace import Trace, output_labels, watch
+from sparsebit.sparse.channels.trace import Trace, axes_of, watch
 from sparsebit.sparse.proof.scenes import Scene
 from sparsebit.sparse.shrinking.surgery import named_tensors
 
 _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "allclose"))  # tensors become Python's values
+# (tensor, dimension, position) -> why it must stay
+Pins = Mapping[tuple[str, int, int], str]
 _FACTORS = (-1.0, 100.0, -100.0, 0.0)  # of inputs, where code reads values
 
 
@@ -24,36 +26,35 @@ class Analysis:
     """The labels of one run with given options, and some atoms pinned from outside. `scenes`: runs that tie more."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        call: Call,
-        options: Mapping[str, int],
-        pins: Mapping[tuple[str, int, int], str],
-        scenes: Sequence[Scene] = (),
+        self, model: nn.Module, call: Call, options: Mapping[str, int], pins: Pins, scenes: Sequence[Scene] = ()
     ) -> None:
         self.sets = LabelSets()
         self.notes: list[str] = []
         # The next run must not see values that this one has cached.
         model = copy_model(model, share_parameters=True)
         names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-        self.trace: Trace = watch(model, call, self.sets, names, options)
+
+        def run(call: Call) -> Trace:
+            found = watch(model, call, self.sets, names, options)
+            for tensor in found.outputs:
+                for labels in axes_of(tensor, self.sets):
+                    self.sets.pin(labels, "the model returns them")
+            return found
+
+        self.trace = run(call)
         if self.trace.error is not None:
             raise self.trace.error
-        for labels in output_labels(self.trace):
-            self.sets.pin(labels, "the model returns them")
-        self._visit_other_values(model, call, names, options)
+        self._visit_other_values(run, call)
         for scene in scenes:
             with scene.entered(model):
-                run = watch(model, scene.call, self.sets, names, options)
-            for labels in output_labels(run):
-                self.sets.pin(labels, "the model returns them")
-        self._visit_training(model, call, names, options)
+                run(scene.call)
+        self._visit_training(model, run, call)
         self._pin_atoms(pins)
         self.units, self.wide, self.spared = units_of(self.sets)
         self.groups = grouped(self.units)
 
-    def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
-        """These atoms, (tensor, dimension, position), must stay. Units and groups are what is left."""
+    def pin(self, pins: Pins) -> None:
+        """These atoms must stay. Units and groups are what is left."""
         self._pin_atoms(pins)
         self.units, self.spared = without(self.units, self.spared, self.sets.reasons())
         alive = {unit.label for unit in self.units}
@@ -63,7 +64,7 @@ class Analysis:
             groups += [group] if len(left) == len(group.units) else grouped(left)
         self.groups = groups
 
-    def _pin_atoms(self, pins: Mapping[tuple[str, int, int], str]) -> None:
+    def _pin_atoms(self, pins: Pins) -> None:
         first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
         by_reason: dict[str, list[int]] = {}
         for (tensor, dim, place), reason in pins.items():
@@ -72,12 +73,8 @@ class Analysis:
         for reason, labels in by_reason.items():
             self.sets.pin(torch.tensor(labels), reason)
 
-    def _visit_other_values(
-        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
-    ) -> None:
-        """If code reads tensor values, other inputs may take other paths: a few are run, and their labels joined
-        too.
-        """
+    def _visit_other_values(self, run: Callable[[Call], Trace], call: Call) -> None:
+        """If code reads values of tensors, other inputs may take other paths: a few are run, to join their labels."""
         readers = sorted({step.where for step in self.trace.steps if step.name in _READS})
         if not readers:
             return
@@ -86,36 +83,29 @@ class Analysis:
             def scaled(x: Tensor, factor: float = factor) -> Tensor:
                 return x * factor if x.is_floating_point() else x
 
-            run = watch(model, map_nested(Tensor, scaled, call), self.sets, names, options)
-            for labels in output_labels(run):
-                self.sets.pin(labels, "the model returns them")
+            run(map_nested(Tensor, scaled, call))
+        names = [readers[0] or "the model", *readers[1:]]
         self.notes.append(
-            f"{readers[0] or 'the model'}"
-            + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
-            + ": code reads "
-            "values of tensors, and may take a path that the example does not take; compare on your data after shrink()"
+            f"{_with_more(names)}: code reads values of tensors, and may take a path that the example does not take; "
+            "compare on your data after shrink()"
         )
 
-    def _visit_training(
-        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
-    ) -> None:
+    def _visit_training(self, model: nn.Module, run: Callable[[Call], Trace], call: Call) -> None:
         """Layers that run in training only (auxiliary heads) are tied to the others by a run in training mode."""
-        seen = {axis.tensor for axis in self.sets.axes}
-        unseen = [name for name, p in model.named_parameters() if name not in seen and max(p.shape, default=0) > 1]
-        if not unseen:
+
+        def unseen() -> list[str]:
+            seen = {axis.tensor for axis in self.sets.axes}
+            return [name for name, p in model.named_parameters() if name not in seen and max(p.shape, default=0) > 1]
+
+        if not unseen():
             return
         model.train()
-        run = watch(model, call, self.sets, names, options)
+        error = run(call).error
         model.eval()
-        for labels in output_labels(run):
-            self.sets.pin(labels, "the model returns them")
-        seen = {axis.tensor for axis in self.sets.axes}
-        if still := [name for name in unseen if name not in seen]:
-            self.notes.append(
-                f"{still[0]}" + (f" and {len(still) - 1} more" if len(still) > 1 else "") + ": never used"
-            )
-        if run.error is not None:
-            self.notes.append(f"the model does not run in training mode on the example: {run.error}")
+        if still := unseen():
+            self.notes.append(f"{_with_more(still)}: never used")
+        if error is not None:
+            self.notes.append(f"the model does not run in training mode on the example: {error}")
 
     def score(self) -> float:
         """How many positions of parameters lie in units."""
@@ -129,3 +119,7 @@ class Analysis:
             for place, root in enumerate(roots[axis.first : axis.first + axis.size])
             if root in wanted
         ]
+
+
+def _with_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

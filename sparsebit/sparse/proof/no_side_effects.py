@@ -44,8 +44,6 @@ def no_side_effects() -> Iterator[None]:
 def _refuse(event: str, args: tuple[Any, ...]) -> None:
     if not getattr(_STATE, "is_closed", False):
         return
-    is_write = event == "open" and (
-        bool(set(args[1] or "") & set("wax+")) or (isinstance(args[2], int) and bool(args[2] & _WRITING))
-    )
+    is_write = event == "open" and (not set("wax+").isdisjoint(args[1] or "") or bool((args[2] or 0) & _WRITING))
     if is_write or (event.startswith(_REFUSED) and event not in _HARMLESS):
         raise PermissionError(f"{event}: a trial run of a model must not reach outside")

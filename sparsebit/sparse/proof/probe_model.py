@@ -17,13 +17,10 @@ def probe_copy(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in named_tensors(copied).values():
-            if not tensor.is_floating_point() or not tensor.numel():
-                continue
             flat = tensor.flatten()
-            if bool((flat == flat[0]).all()):
+            if tensor.is_floating_point() and len(flat) and bool((flat == flat[0]).all()):
                 values = torch.rand(tensor.shape, generator=generator).to(tensor)
-                is_center = float(flat[0]) == 0
-                tensor.copy_((values - 0.5) * 0.2 if is_center else values + 0.5)
+                tensor.copy_((values - 0.5) * 0.2 if float(flat[0]) == 0 else values + 0.5)
     return copied
 
 

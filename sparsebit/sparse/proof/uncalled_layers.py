@@ -51,9 +51,8 @@ def _swaps(model: nn.Module, example: Scene, called: set[str]) -> Iterator[Scene
 
 def _switched_on(model: nn.Module, example: Scene) -> Iterator[Scene]:
     """An argument that is None given a tensor, like one of the others."""
-    args, kwargs = example.call
     signature = inspect.signature(model.forward)
-    bound = signature.bind(*args, **kwargs)
+    bound = signature.bind(*example.call[0], **example.call[1])
     bound.apply_defaults()
     for name in [name for name, value in bound.arguments.items() if value is None]:
         for tensor in {(x.shape, x.dtype): x for x in tensors_of(example.call)}.values():

@@ -57,8 +57,7 @@ class Evidence:
     @property
     def is_norm(self) -> bool:
         """Whether it is a parameter of a normalization layer."""
-        kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-        return isinstance(self.module, kinds)
+        return isinstance(self.module, (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm))
 
     @property
     def is_matrix(self) -> bool:
@@ -163,9 +162,7 @@ def wanda(evidence: Evidence) -> Tensor | None:
     """|weight| x norm of its input channel (Sun et al. 2023)."""
     if not evidence.is_matrix or evidence.input_norms is None:
         return None
-    shape = [1] * evidence.weight.dim()
-    shape[1] = -1
-    return evidence.weight.abs() * evidence.input_norms.view(shape)
+    return evidence.weight.abs() * evidence.input_norms.view([-1] + [1] * (evidence.weight.dim() - 2))
 
 
 def _taken_up(evidence: Evidence, mask: Tensor) -> Tensor:
@@ -178,14 +175,17 @@ def _taken_up(evidence: Evidence, mask: Tensor) -> Tensor:
     return form.weight(found, weight.shape).to(weight)
 
 
-@register_criterion("obs", needs="moments", update=_taken_up)
-def obs(evidence: Evidence) -> Tensor | None:
-    """weight^2 / (H^-1)_jj: the loss of removing a weight when the others compensate (Hassibi and Stork 1993)."""
+def _of_moments(evidence: Evidence, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
     if evidence.moments is None:
         return None
     form, hessian = evidence.moments.form, evidence.moments.hessian
-    found = obs_scores(form.matrix(evidence.weight).to(hessian), hessian)
-    return form.weight(found, evidence.weight.shape)
+    return form.weight(score(form.matrix(evidence.weight).to(hessian), hessian), evidence.weight.shape)
+
+
+@register_criterion("obs", needs="moments", update=_taken_up)
+def obs(evidence: Evidence) -> Tensor | None:
+    """weight^2 / (H^-1)_jj: the loss of removing a weight when the others compensate (Hassibi and Stork 1993)."""
+    return _of_moments(evidence, obs_scores)
 
 
 @register_criterion("sparsegpt", needs="moments", update=_taken_up)
@@ -194,31 +194,28 @@ def sparsegpt(evidence: Evidence) -> Tensor | None:
 
     With one ratio over all layers, or for whole channels, it is `obs`.
     """
-    if evidence.moments is None or (evidence.ratio is None and evidence.pattern is None):
+    if evidence.ratio is None and evidence.pattern is None:
         return obs(evidence)
-    form, hessian = evidence.moments.form, evidence.moments.hessian
-    matrix = form.matrix(evidence.weight).to(hessian)
-    found = sparse_gpt_scores(matrix, hessian, evidence.ratio or 0.0, evidence.pattern)
-    return form.weight(found, evidence.weight.shape)
+    return _of_moments(evidence, lambda w, h: sparse_gpt_scores(w, h, evidence.ratio or 0.0, evidence.pattern))
 
 
-def _of_outputs(evidence: Evidence) -> Tensor | None:
+def _of_channels(values: Tensor | None, evidence: Evidence) -> Tensor | None:
     """One value per output channel, expanded to all weights of the channel."""
-    if evidence.outputs is None or evidence.outputs.shape != evidence.weight.shape[:1]:
+    if not evidence.is_matrix or values is None or values.shape != evidence.weight.shape[:1]:
         return None
-    return evidence.outputs.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)
+    return values.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)
 
 
 @register_criterion("apoz", needs="signs")
 def apoz(evidence: Evidence) -> Tensor | None:
     """The share of outputs that an activation leaves above zero (Hu et al. 2016)."""
-    return _of_outputs(evidence) if evidence.is_matrix else None
+    return _of_channels(evidence.outputs, evidence)
 
 
 @register_criterion("hrank", needs="ranks")
 def hrank(evidence: Evidence) -> Tensor | None:
     """The mean rank of each output map (Lin et al. 2020)."""
-    return _of_outputs(evidence) if evidence.is_matrix else None
+    return _of_channels(evidence.outputs, evidence)
 
 
 @register_criterion("geometric_median", aliases=("fpgm",))
@@ -227,8 +224,7 @@ def geometric_median(evidence: Evidence) -> Tensor | None:
     if not evidence.is_matrix:
         return None
     rows = evidence.weight.flatten(1)
-    distances = torch.cdist(rows, rows).sum(1) / rows.shape[1]
-    return distances.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)
+    return _of_channels(torch.cdist(rows, rows).sum(1) / rows.shape[1], evidence)
 
 
 @register_criterion("lamp")

@@ -13,9 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_N_OF_M = re.compile(r"(\d+):(\d+)")
-_BLOCK = re.compile(r"(\d+)x(\d+)")
-
 
 def num_pruned(ratio: float, count: int) -> int:
     """How many of `count` a ratio prunes: rounded to the nearest, halves up.
@@ -42,13 +39,16 @@ def lowest_of_all(scores: Sequence[Tensor], count: int) -> list[Tensor]:
 
 def n_of_m(granularity: str) -> tuple[int, int] | None:
     """`"2:4"` -> (2, 4): of every 4 neighbours along a row, 2 stay."""
-    found = _N_OF_M.fullmatch(granularity)
-    return (int(found[1]), int(found[2])) if found else None
+    return _two_numbers(granularity, ":")
 
 
 def block_shape(granularity: str) -> tuple[int, int] | None:
     """`"4x1"` -> (4, 1): blocks of 4 rows and 1 column."""
-    found = _BLOCK.fullmatch(granularity)
+    return _two_numbers(granularity, "x")
+
+
+def _two_numbers(text: str, between: str) -> tuple[int, int] | None:
+    found = re.fullmatch(rf"(\d+){between}(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -57,10 +57,9 @@ def n_of_m_mask(scores: Tensor, n: int, m: int) -> Tensor:
     rows = scores.flatten(1)
     width = rows.shape[1] // m * m
     groups = rows[:, :width].unflatten(1, (-1, m)) if width else rows.new_zeros(rows.shape[0], 0, m)
-    order = groups.sort(dim=-1, stable=True).indices
+    lowest = groups.sort(dim=-1, stable=True).indices[..., : m - n]
     mask = torch.ones_like(rows, dtype=torch.bool)
-    inner = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, order[..., : m - n], False)
-    mask[:, :width] = inner.flatten(1)
+    mask[:, :width] = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, lowest, False).flatten(1)
     return mask.view_as(scores)
 
 

@@ -8,7 +8,7 @@ count.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from sparsebit.sparse.scoring.padding import real_positions, real_rows
 
 # (outputs of the model, the batch) -> a scalar to minimise
 Loss = Callable[[Any, Any], Tensor]
+# (name of the weight, layer, input, output, which rows are real if it is a linear layer's)
+Note = Callable[[str, nn.Module, Tensor, Tensor, Tensor | None], None]
 _MOST_ROWS = 16384  # of a layer's input that are read of each batch
 _CALLED = "calls of "  # a count that is merged over processes like the sums
 _MULTIPLE = 16  # columns that very wide layers keep together: those of an N:M pattern
@@ -40,32 +42,30 @@ def gather_evidence(
         for name, _ in module.named_parameters(recurse=False)
     }
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if need is None:
-        return {name: Evidence(name, owners[name], weight) for name, weight in weights.items()}
+    found = {} if need is None else _needed(model, need, batches, loss, strategy)
+    return {
+        name: Evidence(name, owners[name], weight, **{kind: values.get(name) for kind, values in found.items()})
+        for name, weight in weights.items()
+    }
+
+
+def _needed(
+    model: nn.Module, need: Need, batches: Iterable[Any] | None, loss: Loss | None, strategy: str
+) -> dict[str, Mapping[str, Any]]:
+    """The fields of `Evidence` that a criterion needs, each by the names of the parameters."""
+    wanted = "batches, loss=(outputs, batch) -> scalar" if need == "gradients" else "batches"
     if batches is None:
-        wanted = "batches, loss=(outputs, batch) -> scalar" if need == "gradients" else "batches"
         raise CalibrationError(f"STRATEGY {strategy} needs data: calc_params({wanted})")
     if need == "moments":
-        moments = _input_moments(model, batches)
-        return {
-            name: Evidence(name, owners[name], weight, moments=moments.get(name)) for name, weight in weights.items()
-        }
-    if need in ("signs", "ranks"):
-        outputs = _of_outputs(model, batches, _positive if need == "signs" else _ranks)
-        return {
-            name: Evidence(name, owners[name], weight, outputs=outputs.get(name)) for name, weight in weights.items()
-        }
+        return {"moments": _input_moments(model, batches)}
     if need == "inputs":
-        norms = _input_norms(model, batches)
-        return {
-            name: Evidence(name, owners[name], weight, input_norms=norms.get(name)) for name, weight in weights.items()
-        }
+        return {"input_norms": _input_norms(model, batches)}
+    if need != "gradients":
+        return {"outputs": _of_outputs(model, batches, _ranks if need == "ranks" else _share_above_zero)}
     if loss is None:
-        raise CalibrationError(
-            f"STRATEGY {strategy} needs a loss: calc_params(batches, loss=(outputs, batch) -> scalar)"
-        )
+        raise CalibrationError(f"STRATEGY {strategy} needs a loss: calc_params({wanted})")
     first, second = _gradients(model, batches, loss)
-    return {name: Evidence(name, owners[name], weight, first[name], second[name]) for name, weight in weights.items()}
+    return {"gradient": first, "squared_gradient": second}
 
 
 def _merged(sums: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], int]:
@@ -84,8 +84,8 @@ def _gradients(model: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[di
     device = next(iter(parameters.values())).device
     count = 0
     for batch in batches:
-        args, kwargs = as_call(batch, model)
-        value = loss(model(*to_device(args, device), **to_device(kwargs, device)), to_device(batch, device))
+        args, kwargs = to_device(as_call(batch, model), device)
+        value = loss(model(*args, **kwargs), to_device(batch, device))
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         for name, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
@@ -94,31 +94,24 @@ def _gradients(model: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[di
         count += 1
     merged, total = _merged(sums, count)
     frozen = {name: torch.zeros_like(p) for name, p in model.named_parameters() if not p.requires_grad}
-    return (
-        {**frozen, **{name: merged[f"1{name}"] / total for name in parameters}},
-        {**frozen, **{name: merged[f"2{name}"] / total for name in parameters}},
-    )
+    first, second = ({**frozen, **{name: merged[kind + name] / total for name in parameters}} for kind in ("1", "2"))
+    return first, second
 
 
 @torch.no_grad()
 def _input_norms(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     """The L2 norm of every input channel, for each weight of a convolution or a linear layer."""
-    sums: dict[str, Tensor] = {}
-    rows = _RealRows()
-    handles = []
+    sums = {}
     for name, module in _weighted(model):
-
-        def add(layer: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-            channels = rows.of(layer, args[0]).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
-            squares = channels.flatten(1).float().square().sum(1)
-            sums[name] += _per_column(layer, squares)
-            sums[f"{_CALLED}{name}"] += 1
-
-        handles.append(module.register_forward_pre_hook(add))
-        weight: Any = module.weight
+        weight = module.get_parameter("weight")
         sums[name] = torch.zeros(weight.shape[1], device=weight.device)
         sums[f"{_CALLED}{name}"] = torch.zeros((), device=weight.device)
-    merged, _ = _merged(sums, _run(model, batches, handles, rows))
+
+    def add(name: str, layer: nn.Module, x: Tensor, output: Tensor, real: Tensor | None) -> None:
+        sums[name] += _per_column(layer, _channels(layer, x, real).flatten(1).float().square().sum(1))
+        sums[f"{_CALLED}{name}"] += 1
+
+    merged, _ = _merged(sums, _run(model, batches, add))
     return {
         name: value.sqrt() for name, value in merged.items() if _CALLED not in name and merged[f"{_CALLED}{name}"] > 0
     }
@@ -133,29 +126,29 @@ def _weighted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield names[id(weight)], module
 
 
-class _RealRows:
-    """Which positions of the batch that is running are real tokens."""
-
-    def __init__(self) -> None:
-        self.real: Tensor | None = None
-
-    def of(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """The rows of a linear layer's input or output that are real; maps of convolutions as they are."""
-        return real_rows(x, self.real) if isinstance(layer, nn.Linear) else x
+def _channels(layer: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
+    """(channels, ...) of a layer's input or output, without padded positions."""
+    return real_rows(x, real).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
 
 
-def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHandle], rows: _RealRows) -> int:
-    """Run all batches with the hooks, then remove the hooks; returns the number of batches."""
+def _run(model: nn.Module, batches: Iterable[Any], note: Note, *handles: RemovableHandle) -> int:
+    """The number of batches, all run with `handles`; `note` sees every call of a convolution or linear layer."""
     count = 0
+    real: Tensor | None = None
+
+    def see(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+        note(name, layer, args[0], output, real if isinstance(layer, nn.Linear) else None)
+
+    hooks = [module.register_forward_hook(functools.partial(see, name=name)) for name, module in _weighted(model)]
     try:
         for batch in batches:
-            args, kwargs = as_call(batch, model)
-            device = next(model.parameters()).device
-            rows.real = real_positions((args, kwargs), model)
-            model(*to_device(args, device), **to_device(kwargs, device))
+            call = as_call(batch, model)
+            real = real_positions(call, model)
+            args, kwargs = to_device(call, next(model.parameters()).device)
+            model(*args, **kwargs)
             count += 1
     finally:
-        for handle in handles:
+        for handle in (*hooks, *handles):
             handle.remove()
     return count
 
@@ -163,32 +156,27 @@ def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHa
 @torch.no_grad()
 def _input_moments(model: nn.Module, batches: Iterable[Any]) -> dict[str, LayerMoments]:
     """The second moments of the input of each convolution and linear layer, by the name of its weight."""
-    found: dict[str, InputMoments] = {}
-    forms: dict[str, LayerMatrix] = {}
-    rows = _RealRows()
-    handles = []
-    for name, module in _weighted(model):
-        if (form := layer_matrix(module)) is None:
-            continue
-        form = form.in_parts(module.get_parameter("weight"), _MULTIPLE)
-        forms[name] = form
-        found.setdefault(name, InputMoments())
+    forms: dict[nn.Module, LayerMatrix] = {}
+    for _, module in _weighted(model):
+        if (form := layer_matrix(module)) is not None:
+            forms[module] = form.in_parts(module.get_parameter("weight"), _MULTIPLE)
+    form_of = {name: forms[module] for name, module in _weighted(model) if module in forms}
+    found = {name: InputMoments() for name in form_of}
 
-        def add(layer: nn.Module, args: tuple[Tensor, ...], name: str = name, form: LayerMatrix = form) -> None:
-            x = rows.of(layer, args[0])
-            step = max(1, form.num_rows(x) // _MOST_ROWS)
-            for patches in form.patches(x, step):
+    def add(name: str, layer: nn.Module, x: Tensor, output: Tensor, real: Tensor | None) -> None:
+        if form := forms.get(layer):
+            x = real_rows(x, real)
+            for patches in form.patches(x, max(1, form.num_rows(x) // _MOST_ROWS)):
                 found[name].add(patches)
 
-        handles.append(module.register_forward_pre_hook(add))
-    if not sum(gather(_run(model, batches, handles, rows))):
+    if not sum(gather(_run(model, batches, add))):
         raise CalibrationError("the data held no batch")
     merged = {name: InputMoments() for name in found}
     for states in gather({name: moments.state() for name, moments in found.items()}):
         for name, state in states.items():
             if state["num_rows"]:
                 merged[name].merge(InputMoments.from_state(state, model.get_parameter(name).device))
-    return {name: LayerMoments(forms[name], total.hessian()) for name, total in merged.items() if total.num_rows}
+    return {name: LayerMoments(form_of[name], total.hessian()) for name, total in merged.items() if total.num_rows}
 
 
 @torch.no_grad()
@@ -198,14 +186,12 @@ def _of_outputs(model: nn.Module, batches: Iterable[Any], measure: Callable[[Ten
     Where a batch norm reads the layer's output, its own output is measured.
     """
     sums: dict[str, Tensor] = {}
+    now: dict[str, Tensor] = {}
     made_by: dict[int, tuple[str, Tensor]] = {}
-    rows = _RealRows()
-    handles = []
 
-    def note(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+    def note(name: str, layer: nn.Module, x: Tensor, output: Tensor, real: Tensor | None) -> None:
         made_by[id(output)] = (name, output)
-        channels = rows.of(layer, output).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
-        now[name] = measure(channels)
+        now[name] = measure(_channels(layer, output, real))
 
     def read(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if id(args[0]) in made_by:
@@ -217,17 +203,13 @@ def _of_outputs(model: nn.Module, batches: Iterable[Any], measure: Callable[[Ten
         now.clear()
         made_by.clear()
 
-    now: dict[str, Tensor] = {}
-    for name, module in _weighted(model):
-        handles.append(module.register_forward_hook(functools.partial(note, name=name)))
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    handles += [module.register_forward_hook(read) for module in norms]
-    handles.append(model.register_forward_hook(end))
-    merged, total = _merged(sums, _run(model, batches, handles, rows))
+    handles = [module.register_forward_hook(read) for module in norms]
+    merged, total = _merged(sums, _run(model, batches, note, *handles, model.register_forward_hook(end)))
     return {name: value / total for name, value in merged.items()}
 
 
-def _positive(channels: Tensor) -> Tensor:
+def _share_above_zero(channels: Tensor) -> Tensor:
     return (channels > 0).flatten(1).float().mean(1)
 
 
@@ -240,9 +222,8 @@ def _ranks(channels: Tensor) -> Tensor:
 
 def _per_column(layer: nn.Module, squares: Tensor) -> Tensor:
     """Squares of the input channels as one per column of the weight: groups share columns."""
-    if isinstance(layer, nn.modules.conv._ConvNd):
-        if layer.transposed:  # the columns of its weight are outputs; every one sees all inputs of its group
-            return squares.mean().expand(layer.out_channels // layer.groups)
-        if layer.groups > 1:
-            return squares.view(layer.groups, -1).mean(0)
-    return squares
+    if not isinstance(layer, nn.modules.conv._ConvNd):
+        return squares
+    if layer.transposed:  # the columns of its weight are outputs; every one sees all inputs of its group
+        return squares.mean().expand(layer.out_channels // layer.groups)
+    return squares.view(layer.groups, -1).mean(0)

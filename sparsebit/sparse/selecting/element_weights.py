@@ -1,16 +1,36 @@
-"""Which weights unstructured sparsity prunes, which it leaves alone and why, and what share of all of them is zero."""
+"""Which weights unstructured sparsity prunes, which it leaves alone and why, and what share of all of them is zero.
+
+In a weight, single elements, blocks or N of M are pruned: the lowest scores, in each layer or over all layers together.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from sparsebit.errors import ConfigError
 from sparsebit.sparse.channels.parametrized_weights import computed_tensors
+from sparsebit.sparse.scoring.criteria import Evidence
+from sparsebit.sparse.scoring.element_masks import (
+    block_scores,
+    block_shape,
+    from_blocks,
+    lowest,
+    lowest_of_all,
+    n_of_m,
+    n_of_m_mask,
+    num_pruned,
+)
+from sparsebit.sparse.sparse_config import SparseConfig
 from sparsebit.sparse.sparsers import pruned_weights
+
+_PARAMETRIZATION = ".parametrizations."
 
 
 @dataclass(frozen=True)
@@ -32,31 +52,25 @@ class ElementWeights:
 
 def find_element_weights(model: nn.Module) -> ElementWeights:
     """The weights of a model, as its parameters are now."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters())
-    owners: dict[str, list[tuple[str, nn.Module, str]]] = {}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    owners: defaultdict[str, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(names[id(parameter)], []).append((path, module, own))
+                owners[names[id(parameter)]].append((path, module, own))
     layers, left_alone = {}, {}
     for name, held in owners.items():
         weight = parameters[name]
         is_pruned = any(_is_pruned(module, own, weight) for _, module, own in held)
         reasons = [reason for path, module, own in held if (reason := _reason(module, path, own, weight))]
         if is_pruned or reasons:
-            layers[name] = tuple(dict.fromkeys(_layer(path) for path, _, _ in held))
+            # A parametrization belongs to the layer whose weight it computes.
+            paths = (f".{path}".partition(_PARAMETRIZATION)[0].removeprefix(".") for path, _, _ in held)
+            layers[name] = tuple(dict.fromkeys(paths))
         if not is_pruned and reasons:
             left_alone[name] = reasons[0]
     return ElementWeights(layers, {name: parameters[name].numel() for name in layers}, left_alone)
-
-
-_PARAMETRIZATION = ".parametrizations."
-
-
-def _layer(path: str) -> str:
-    """The layer of a module: a parametrization belongs to the layer whose weight it computes."""
-    return f".{path}".partition(_PARAMETRIZATION)[0].removeprefix(".")
 
 
 def _is_pruned(module: nn.Module, own: str, weight: Tensor) -> bool:
@@ -82,6 +96,81 @@ def _reason(module: nn.Module, path: str, own: str, weight: Tensor) -> str:
     if (f".{path}".endswith(".weight") and _PARAMETRIZATION in f".{path}") or computed_tensors(module):
         return "the layer computes its weight from it, and is spared"
     return f"a parameter of {type(module).__name__}; register_smodule with weights = ({own!r},) prunes it"
+
+
+def left_alone(
+    scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], ratios: Mapping[str, float], config: SparseConfig
+) -> dict[str, str]:
+    """The weights that have a ratio and cannot be pruned, with the reason; raises if no weight can be pruned.
+
+    Reasons: the criterion has no scores of a weight, or the weight is smaller than the unit of pruning.
+    """
+    asked = [name for name, ratio in ratios.items() if ratio > 0]
+    strategy, granularity = config.SPARSER.STRATEGY, config.SPARSER.GRANULARITY
+    small = {name: reason for name in asked if (reason := _too_small(masks[name], granularity))}
+    if small and len(small) == len(asked):
+        first = f"{asked[0]}: {small[asked[0]]}"
+        raise ConfigError(f"SPARSER.GRANULARITY={granularity}: no weight of the model is large enough; {first}")
+    missing = [name for name in asked if name not in scores]
+    if missing and len(missing) == len(asked):
+        raise ConfigError(
+            f"SPARSER.STRATEGY={strategy} does not judge {missing[0]}, nor any other weight that is to be pruned; "
+            "choose another one, as l1norm"
+        )
+    reason = f"{strategy} does not judge it: no batch reaches it as a convolution or linear layer"
+    return {**dict.fromkeys(missing, reason), **small}
+
+
+def _too_small(mask: Tensor, granularity: str) -> str:
+    rows, columns = mask.flatten(1).shape
+    if (pattern := n_of_m(granularity)) and columns < pattern[1]:
+        return f"{granularity} takes {pattern[1]} columns, and it has {columns}"
+    if (block := block_shape(granularity)) and rows <= block[0] and columns <= block[1] and rows * columns > 1:
+        return f"a block of {granularity} is the whole weight, {rows}x{columns}"
+    return ""
+
+
+def select_elements(
+    scores: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor],
+    layers: Mapping[str, tuple[str, ...]],
+    ratios: Mapping[str, float],
+    config: SparseConfig,
+    share: float,
+) -> dict[str, Tensor]:
+    """The new masks of the weights that lose elements, by name.
+
+    `masks`: the current ones; pruned elements stay pruned, so that steps of a schedule only add. `layers`: of each
+    weight. `ratios`: of each weight, at the end; `share`: the share of these ratios that applies after this step.
+    """
+    sparser = config.SPARSER
+    lowest_first = {name: scores[name].masked_fill(~masks[name], -math.inf) for name in masks if ratios[name] > 0}
+    if pattern := n_of_m(sparser.GRANULARITY):
+        return {name: n_of_m_mask(score, *pattern) for name, score in lowest_first.items()}
+    block = block_shape(sparser.GRANULARITY)
+    judged = {name: block_scores(score, block) if block else score for name, score in lowest_first.items()}
+    rest = [name for name in judged if sparser.SCOPE == "global" and not config.is_overridden(layers[name])]
+    own = {name: score for name, score in judged.items() if name not in rest}
+    found = {name: lowest(score, num_pruned(share * ratios[name], score.numel())) for name, score in own.items()}
+    if rest:
+        total = sum(judged[name].numel() for name in rest)
+        parts = lowest_of_all([judged[name] for name in rest], num_pruned(share * sparser.RATIO, total))
+        found.update(zip(rest, parts, strict=True))
+    return {name: from_blocks(kept, block, masks[name]) if block else kept for name, kept in found.items()}
+
+
+def with_ratios(
+    evidence: Mapping[str, Evidence], config: SparseConfig, layers: Mapping[str, tuple[str, ...]], share: float
+) -> dict[str, Evidence]:
+    """Evidence of all weights with the config's pattern, and its ratio if it has one for each; `share` as above."""
+    sparser = config.SPARSER
+    pattern, is_global = n_of_m(sparser.GRANULARITY), sparser.SCOPE == "global"
+    found = {}
+    for name, entry in evidence.items():
+        own = layers.get(name, ())
+        is_shared = (is_global and not config.is_overridden(own)) or block_shape(sparser.GRANULARITY)
+        found[name] = replace(entry, ratio=None if is_shared else share * config.ratio_of(own), pattern=pattern)
+    return found
 
 
 @dataclass(frozen=True)

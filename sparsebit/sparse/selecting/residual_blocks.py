@@ -6,24 +6,30 @@ inverted residuals and transformer layers with norms inside the branches, and no
 the resolution. If norms follow the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are set to
 zero, and the block becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must
 agree, for each block alone and for all of them together.
+
+The blocks with the lowest mean scores are removed, over all blocks that share a ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import CaptureError
+from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
+from sparsebit.sparse.scoring.element_masks import num_pruned
 from sparsebit.sparse.shrinking.skipped_block import first_tensor, skip_blocks
+from sparsebit.sparse.sparse_config import SparseConfig
 
 _TOLERANCE = 1e-5
 
@@ -72,8 +78,7 @@ def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlock
     If blocks are nested (a stage that only has blocks of one width), the innermost count.
     """
     call = as_call(example_inputs, model)
-    device = next((p.device for p in model.parameters()), None)
-    call = to_device(call[0], device), to_device(call[1], device)
+    call = to_device(call, next((p.device for p in model.parameters()), None))
     # Random values in fresh norms and layer scales: a branch that is zero cannot prove anything.
     probe = probe_copy(model)
     precise, precise_call = double_precision(probe, call)
@@ -82,18 +87,17 @@ def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlock
     dense = _outputs(copy_model(probe), call)
     if dense is None:
         raise CaptureError("the model does not run on the example inputs; give other ones")
-    candidates = _candidates(copy_model(probe), call)
-    found = [_block(probe, name, candidates[name]) for name in _innermost(candidates)]
+    candidates = _candidates(probe, call)
+    innermost = [name for name in candidates if not any(other.startswith(f"{name}.") for other in candidates)]
+    found = [_block(probe, name, candidates[name]) for name in innermost]
     blocks: list[ResidualBlock] = []
     spared: list[SparedBlock] = []
     for block in found:
-        reason = _difference(probe, call, [block], dense) or _negated_difference(probe, call, [block])
-        if reason:
+        if reason := _difference(probe, call, [block], dense):
             spared.append(SparedBlock(block.name, reason))
         else:
             blocks.append(block)
-    together = _difference(probe, call, blocks, dense) or _negated_difference(probe, call, blocks)
-    if len(blocks) > 1 and (reason := together):
+    if len(blocks) > 1 and (reason := _difference(probe, call, blocks, dense)):
         spared += [SparedBlock(block.name, f"not together with the others: {reason}") for block in blocks]
         blocks = []
     return ResidualBlocks(tuple(blocks), tuple(spared))
@@ -114,47 +118,34 @@ def _block(model: nn.Module, name: str, norms: tuple[str, ...]) -> ResidualBlock
     return ResidualBlock(name, names, norms)
 
 
-@dataclass
-class _Seen:
-    """One call of a module."""
-
-    times: int
-    call: Call
-    is_candidate: bool
-
-
 def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
     """Modules that are called once and, with zeros, return their input or norms of it; and which norms."""
-    seen: dict[str, _Seen] = {}
-    handles = []
-    for name, module in model.named_modules():
+    seen: dict[str, Call | None] = {}  # None: called again, or not a candidate
+    watched = copy_model(model)
+    for name, module in watched.named_modules():
         if name and next(module.parameters(), None) is not None:
 
             def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                times = seen[name].times + 1 if name in seen else 1
-                x = first_tensor(args, kwargs)
-                seen[name] = _Seen(times, ((), {}), False)
-                if isinstance(output, Tensor) and x is not None and output.shape == x.shape:
+                x, is_first = first_tensor(args, kwargs), name not in seen
+                seen[name] = None
+                if not is_first or x is None or not isinstance(output, Tensor) or output.shape != x.shape:
+                    return
+                if not torch.equal(output, x):
                     copied = x.clone()  # later code may write into it
-                    call = (
-                        tuple(copied if a is x else a for a in args),
-                        {key: copied if a is x else a for key, a in kwargs.items()},
-                    )
-                    seen[name] = _Seen(times, call, not torch.equal(output, x))
+                    changed = {key: copied if a is x else a for key, a in kwargs.items()}
+                    seen[name] = tuple(copied if a is x else a for a in args), changed
 
-            handles.append(module.register_forward_hook(note, with_kwargs=True))
-    model(*call[0], **call[1])
-    for handle in handles:
-        handle.remove()
-    found = {name: _norms_behind(model, name, one) for name, one in seen.items() if one.times == 1 and one.is_candidate}
+            module.register_forward_hook(note, with_kwargs=True)
+    watched(*call[0], **call[1])
+    found = {name: _norms_behind(model, name, call) for name, call in seen.items() if call is not None}
     return {name: norms for name, norms in found.items() if norms is not None}
 
 
-def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] | None:
+def _norms_behind(model: nn.Module, name: str, call: Call) -> tuple[str, ...] | None:
     """The norms that a block with zeros elsewhere applies to its input, in order; None if it is not such a block."""
-    x = first_tensor(*seen.call)
+    x = first_tensor(*call)
     assert x is not None
-    if _is_same(_zeroed_output(copy_model(model.get_submodule(name)), set(), seen.call), x):
+    if _is_same(_zeroed_output(copy_model(model.get_submodule(name)), set(), call), x):
         return ()
     module = copy_model(model.get_submodule(name))
     norms = {path: part for path, part in module.named_modules() if path and _is_norm(part)}
@@ -170,7 +161,7 @@ def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] |
                 passed.append((output.clone(), (*before, path)))
 
         part.register_forward_hook(note)
-    output = _zeroed_output(module, staying, seen.call)
+    output = _zeroed_output(module, staying, call)
     return next((chain for value, chain in passed if _is_same(output, value)), None)
 
 
@@ -195,20 +186,25 @@ def _is_same(found: Any, wanted: Tensor) -> bool:
     return isinstance(found, Tensor) and _agree([found], [wanted])
 
 
-def _innermost(names: Iterable[str]) -> list[str]:
-    listed = list(names)
-    return [name for name in listed if not any(other.startswith(f"{name}.") for other in listed)]
-
-
-def _difference(
-    model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor] | None = None
-) -> str:
+def _difference(model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor]) -> str:
     """Why the model without these blocks differs from the one with zeros in them; empty if it does not.
 
-    `dense`: the outputs of the whole model, for a check that they depend on the blocks.
+    `dense`: the outputs of the whole model, for a check that they depend on the blocks. Negated inputs are run too:
+    `relu(x + f(x))` returns `x` only if it is never negative, and images between 0 and 1 would hide that other inputs
+    may be negative.
     """
     if not all(block.parameters for block in blocks):
         return "all its parameters are used elsewhere too"
+    negated: Call = map_nested(Tensor, lambda x: -x if x.is_floating_point() else x, call)
+    reason = _difference_on(model, call, blocks, dense)
+    if reason or _outputs(copy_model(model), negated) is None:
+        return reason
+    return _difference_on(model, negated, blocks)
+
+
+def _difference_on(
+    model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor] | None = None
+) -> str:
     masked, smaller = copy_model(model), copy_model(model)
     for block in blocks:
         for name in block.parameters:
@@ -221,14 +217,6 @@ def _difference(
         return "the model gives other values without it"
     is_idle = dense is not None and _agree(found, dense, 1e-12)
     return "the model does not depend on it" if is_idle else ""
-
-
-def _negated_difference(model: nn.Module, call: Call, blocks: Sequence[ResidualBlock]) -> str:
-    """As `_difference`, on negated inputs: `relu(x + f(x))` returns `x` only if it is never negative, and images
-    between 0 and 1 would hide that other inputs may be negative.
-    """
-    negated: Call = map_nested(Tensor, lambda x: -x if x.is_floating_point() else x, call)
-    return "" if _outputs(copy_model(model), negated) is None else _difference(model, negated, blocks)
 
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor] | None:
@@ -248,3 +236,50 @@ def _agree(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float =
         for one, other in zip(found, wanted, strict=True)
         if other.numel()
     )
+
+
+# --- which of them are removed
+
+
+def select_blocks(
+    blocks: Sequence[ResidualBlock],
+    scores: Mapping[str, Tensor],
+    config: SparseConfig,
+    share: float,
+    gone: frozenset[str] = frozenset(),
+) -> list[ResidualBlock]:
+    """The blocks that are removed in this step: `share` of the ratio, among all blocks with the same ratio.
+
+    `scores`: of parameters, by name. A name in `SPARE` or `SPECIFIC` is that of the block or of a layer in it. `gone`:
+    names of the blocks that were removed before; they are chosen first, so that steps of a schedule only add.
+    """
+    sets: defaultdict[tuple[bool, float], list[ResidualBlock]] = defaultdict(list)
+    for block in blocks:
+        names = (block.name, *sorted({name.rpartition(".")[0] for name in block.parameters}))
+        if ratio := config.ratio_of(names):
+            sets[config.is_overridden(names), ratio].append(block)
+    dead = []
+    for (_, ratio), members in sets.items():
+        found = [
+            -math.inf if block.name in gone else block_score(block, scores, config.SPARSER.STRATEGY)
+            for block in members
+        ]
+        order = torch.tensor(found, dtype=torch.float64).sort(stable=True).indices.tolist()
+        dead += [members[place] for place in order[: num_pruned(share * ratio, len(members))]]
+    return dead
+
+
+def mask_blocks(masks: Mapping[str, Tensor], dead: Sequence[ResidualBlock]) -> None:
+    """Set the masks, in place: False in all parameters of these blocks, and in no other."""
+    names = {name for block in dead for name in block.parameters}
+    for name, mask in masks.items():
+        mask.fill_(name not in names)
+
+
+def block_score(block: ResidualBlock, scores: Mapping[str, Tensor], strategy: str) -> float:
+    """The mean of the scores of a block's weights, of all that the criterion judges."""
+    judged = [scores[name].double() for name in block.parameters if name in scores]
+    if not judged:
+        hint = "choose another one, or spare the block with SPARE"
+        raise ConfigError(f"SPARSER.STRATEGY={strategy} judges no parameter of the block {block.name}; {hint}")
+    return sum(float(score.sum()) for score in judged) / sum(score.numel() for score in judged)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.channels.groups import Group, Unit, layers_of, positions_of
+from sparsebit.sparse.proof.channel_proof import keeping_axes
 from sparsebit.sparse.scoring.element_masks import num_pruned
 from sparsebit.sparse.sparse_config import SparseConfig
 
@@ -29,19 +30,20 @@ def select_units(
     that were removed before; they are chosen first, so that steps of a schedule only add.
     """
     wanted = [(group, share * ratio) for group, ratio in zip(groups, ratios, strict=True) if share * ratio > 0]
-    strategy, is_global = config.SPARSER.STRATEGY, config.SPARSER.SCOPE == "global"
-    found = [_gone_first(group, unit_scores(group, scores, strategy), gone) for group, _ in wanted]
-    rest = [i for i, (group, _) in enumerate(wanted) if is_global and not config.is_overridden(layers_of(group))]
-    own = [i for i in range(len(wanted)) if i not in rest]
-    return [
-        *select_by_group([wanted[i][0] for i in own], [found[i] for i in own], [wanted[i][1] for i in own]),
-        *select_globally([wanted[i][0] for i in rest], [found[i] for i in rest], share * config.SPARSER.RATIO),
-    ]
-
-
-def _gone_first(group: Group, scores: Tensor, gone: frozenset[int]) -> Tensor:
-    is_gone = torch.tensor([unit.label in gone for unit in group.units])
-    return scores.masked_fill(is_gone, -math.inf)
+    is_global = config.SPARSER.SCOPE == "global"
+    dead: list[Unit] = []
+    together: list[tuple[Group, Tensor]] = []
+    for group, ratio in wanted:
+        is_gone = torch.tensor([unit.label in gone for unit in group.units])
+        score = unit_scores(group, scores, config.SPARSER.STRATEGY).masked_fill(is_gone, -math.inf)
+        if is_global and not config.is_overridden(layers_of(group)):
+            together.append((group, score))
+        else:
+            dead += select(group, score, ratio)
+    # The units of all these groups together that have the lowest scores.
+    entries = [unit for group, _ in together for unit in group.units]
+    lowest = torch.cat([score for _, score in together]) if together else torch.zeros(0)
+    return dead + select(Group(tuple(entries)), lowest, share * config.SPARSER.RATIO)
 
 
 def mask_units(masks: Mapping[str, Tensor], dead: Sequence[Unit]) -> None:
@@ -76,7 +78,7 @@ def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Te
     Every axis counts, both of weights that produce a channel and of weights that read it.
     """
     total = torch.zeros(len(group.units), dtype=torch.float64)
-    count = torch.zeros(len(group.units), dtype=torch.float64)
+    count = torch.zeros_like(total)
     means: dict[tuple[str, int], list[float]] = {}
     for tensor, dim in group.axes:
         if tensor in scores:
@@ -88,54 +90,21 @@ def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Te
         total[index] = sum(sum(values[place] for place in places) / len(places) for values, places in found)
         count[index] = len(found)
     if not bool(count.any()):
-        raise ConfigError(
-            f"SPARSER.STRATEGY={strategy}: it judges none of the parameters of a group ({group}); choose another one, "
-            "or spare these layers with SPARE"
-        )
+        hint = "choose another one, or spare these layers with SPARE"
+        raise ConfigError(f"SPARSER.STRATEGY={strategy} judges no parameter of a group ({group}); {hint}")
     return total / count.clamp_min(1)
 
 
-def select_by_group(groups: Sequence[Group], scores: Sequence[Tensor], ratios: Sequence[float]) -> list[Unit]:
-    """In each group the share that its ratio asks for; every axis keeps at least one unit."""
-    dead: list[Unit] = []
-    for group, score, ratio in zip(groups, scores, ratios, strict=True):
-        order = score.sort(stable=True).indices.tolist()
-        dead += _taken([(group, index) for index in order], num_pruned(ratio, len(group.units)))
-    return dead
-
-
-def select_globally(groups: Sequence[Group], scores: Sequence[Tensor], ratio: float) -> list[Unit]:
-    """The share of the units of all groups together that have the lowest scores; every axis keeps at least one."""
-    entries = [(group, index) for group in groups for index in range(len(group.units))]
-    order = torch.cat(list(scores)).sort(stable=True).indices.tolist() if entries else []
-    return _taken([entries[place] for place in order], num_pruned(ratio, len(entries)))
-
-
-def _taken(ordered: Sequence[tuple[Group, int]], count: int) -> list[Unit]:
-    alive: dict[tuple[str, int], int] = {}
-    for group in {id(group): group for group, _ in ordered}.values():
-        for unit in group.units:
-            for tensor, dim, _ in unit.members:
-                alive[tensor, dim] = alive.get((tensor, dim), 0) + 1
-    taken: list[Unit] = []
-    for group, index in ordered:
-        if len(taken) == count:
-            break
-        unit = group.units[index]
-        axes = {(tensor, dim) for tensor, dim, _ in unit.members}
-        if all(alive[axis] > 1 for axis in axes):
-            taken.append(unit)
-            for axis in axes:
-                alive[axis] -= 1
-    return taken
+def select(group: Group, scores: Tensor, ratio: float) -> list[Unit]:
+    """The share of the units that have the lowest scores; every axis keeps at least one unit."""
+    ordered = [group.units[index] for index in scores.sort(stable=True).indices.tolist()]
+    return keeping_axes(ordered, group)[: num_pruned(ratio, len(ordered))]
 
 
 def rounded(
     groups: Sequence[Group], dead: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple: int
 ) -> list[Unit]:
-    """The dead units, minus as many of the last ones as every axis needs to keep a multiple of `multiple` positions,
-    if they suffice.
-    """
+    """The dead units, minus as many of the last ones as every axis needs to keep a `multiple`, if they suffice."""
     if multiple == 1:
         return list(dead)
     kept: list[Unit] = []
@@ -149,13 +118,9 @@ def rounded(
 
 
 def _fits(going: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple: int) -> bool:
-    lost: dict[tuple[str, int], int] = {}
-    for unit in going:
-        for tensor, dim, places in unit.members:
-            lost[tensor, dim] = lost.get((tensor, dim), 0) + len(places)
     # An axis that was not a multiple before (a head of 12 channels) cannot be required to become one.
     return all(
-        (sizes[tensor][dim] - count) % multiple == 0
-        for (tensor, dim), count in lost.items()
+        len(places) % multiple == 0
+        for (tensor, dim), places in positions_of(going).items()
         if sizes[tensor][dim] % multiple == 0
     )

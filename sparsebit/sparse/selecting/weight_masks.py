@@ -6,6 +6,7 @@ The masks act inside the model, by hooks of its modules: in every mode, through 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,35 +32,39 @@ class WeightMasks:
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self.model, self.names = model, tuple(names)
-        owned: dict[str, list[str]] = {}
+        owned: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
         for name in self.names:
-            module, parameter = self._owner(name)
+            module, parameter = _owner(model, name)
             if hasattr(module, parameter + _SUFFIX):
                 raise ConfigError(f"{name}{_SUFFIX} is taken: a mask would need this name; rename it in your model")
             weight: Tensor = getattr(module, parameter)
             module.register_buffer(parameter + _SUFFIX, torch.zeros_like(weight, dtype=torch.float16))
-            owned.setdefault(name.rpartition(".")[0], []).append(parameter)
+            owned[name.rpartition(".")[0]] += (parameter,)
         for path, parameters in owned.items():
-            module, apply = model.get_submodule(path), _ApplyMasks({"": tuple(parameters)}, only_changed=True)
+            module, apply = model.get_submodule(path), _ApplyMasks({"": parameters}, only_changed=True)
             module.register_forward_pre_hook(apply)
             module.register_state_dict_pre_hook(apply)
             above, _, name = path.rpartition(".")
             if isinstance(reader := model.get_submodule(above), nn.MultiheadAttention):  # it does not call its layer
-                reader.register_forward_pre_hook(_ApplyMasks({name: tuple(parameters)}, only_changed=True))
-        self._every = _ApplyMasks({path: tuple(own) for path, own in owned.items()}, only_changed=False)
+                reader.register_forward_pre_hook(_ApplyMasks({name: parameters}, only_changed=True))
+        self._every = _ApplyMasks(owned, only_changed=False)
         if owned:
             model.register_forward_pre_hook(self._every, prepend=True)
         self.apply()
 
     def by_name(self) -> dict[str, Tensor]:
         """Copies of the masks, by the names of the weights; False is pruned."""
-        return {name: getattr(module, own + _SUFFIX) == 0 for name in self.names for module, own in [self._owner(name)]}
+        return {
+            name: getattr(module, own + _SUFFIX) == 0
+            for name in self.names
+            for module, own in [_owner(self.model, name)]
+        }
 
     @torch.no_grad()
     def write(self, masks: Mapping[str, Tensor]) -> None:
         """Take new masks; False is pruned."""
         for name, mask in masks.items():
-            module, own = self._owner(name)
+            module, own = _owner(self.model, name)
             getattr(module, own + _SUFFIX).copy_(~mask.bool())
             if (gradient := getattr(module, own).grad) is not None:  # of before, which an optimizer may still take
                 gradient.mul_(mask.to(gradient))
@@ -87,14 +92,15 @@ class WeightMasks:
             for key in [key for key, hook in (hooks or {}).items() if isinstance(hook, _MaskGradient)]:
                 del hooks[key]
         for name in self.names:
-            path, _, own = name.rpartition(".")
-            delattr(plain.get_submodule(path), own + _SUFFIX)
+            module, own = _owner(plain, name)
+            delattr(module, own + _SUFFIX)
         return plain
 
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that has the parameter, and its name there."""
-        path, _, parameter = name.rpartition(".")
-        return self.model.get_submodule(path), parameter
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter, and its name there."""
+    path, _, parameter = name.rpartition(".")
+    return model.get_submodule(path), parameter
 
 
 class MaskedModule(nn.Module):

@@ -39,30 +39,21 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as the original
         is_batched = query.dim() == 3
         is_fused = may_fuse(self) and query is key and key is value
-        padding = F._canonical_mask(
-            mask=key_padding_mask,
-            mask_name="key_padding_mask",
-            other_type=F._none_or_dtype(attn_mask),
-            other_name="attn_mask",
-            target_type=query.dtype,
-        )
-        mask = F._canonical_mask(
-            mask=attn_mask,
-            mask_name="attn_mask",
-            other_type=None,
-            other_name="",
-            target_type=query.dtype,
-            check_other=False,
-        )
-        if is_causal and padding is None and not need_weights:
-            mask = None
-        else:
-            is_causal = is_causal and padding is None
+        other = F._none_or_dtype(attn_mask)
+        padding = F._canonical_mask(key_padding_mask, "key_padding_mask", other, "attn_mask", query.dtype)
+        mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)
+        is_causal = is_causal and padding is None
+        mask = None if is_causal and not need_weights else mask
         query, key, value = self._with_length_first(query, key, value, is_batched)
         (length, batch, _), num_keys = query.shape, key.shape[0]
-        q, k, v = (self._of_heads(part, batch) for part in self._extended(*self._projected(query, key, value), batch))
+        q, k, v = self._projected(query, key, value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = torch.cat([k, self.bias_k.repeat(1, batch, 1)]), torch.cat([v, self.bias_v.repeat(1, batch, 1)])
+        # (length, batch, heads * width) -> (batch * heads, length, width)
+        rows = batch * self.num_heads, self.head_dim
+        q, k, v = (x.contiguous().view(x.shape[0], *rows).transpose(0, 1) for x in (q, k, v))
         if self.add_zero_attn:
-            shape = (batch * self.num_heads, 1, self.head_dim)
+            shape = rows[0], 1, rows[1]
             k, v = (torch.cat([x, torch.zeros(shape, dtype=x.dtype, device=x.device)], 1) for x in (k, v))
         if mask is not None and mask.dim() == 2:
             mask = mask.unsqueeze(0)
@@ -96,33 +87,21 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         return parts[id(query)], parts[id(key)], parts[id(value)]
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        bias = self.in_proj_bias
+        weight, bias = self.in_proj_weight, self.in_proj_bias
         rows = self.num_heads * self.head_dim
-        if self.in_proj_weight is None:
-            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        elif key is value and query is key:
-            q, k, v = F.linear(query, self.in_proj_weight, bias).split(rows, dim=-1)
-            return q, k, v
-        elif key is value:
-            one, two = self.in_proj_weight.split([rows, 2 * rows])
-            first, second = (None, None) if bias is None else bias.split([rows, 2 * rows])
-            q = F.linear(query, one, first)
-            k, v = F.linear(key, two, second).split(rows, dim=-1)
-            return q, k, v
+        if weight is not None and query is key is value:
+            q, k, v = F.linear(query, weight, bias).split(rows, dim=-1)
+        elif weight is not None and key is value:
+            (one, two), (first, second) = (
+                (None, None) if x is None else x.split([rows, 2 * rows]) for x in (weight, bias)
+            )
+            q, (k, v) = F.linear(query, one, first), F.linear(key, two, second).split(rows, dim=-1)
         else:
-            weights = self.in_proj_weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (F.linear(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
+            own = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            weights = own if weight is None else weight.chunk(3)
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            q, k, v = (F.linear(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
-
-    def _extended(self, q: Tensor, k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        if self.bias_k is None or self.bias_v is None:
-            return q, k, v
-        return q, torch.cat([k, self.bias_k.repeat(1, batch, 1)]), torch.cat([v, self.bias_v.repeat(1, batch, 1)])
-
-    def _of_heads(self, x: Tensor, batch: int) -> Tensor:
-        """(length, batch, heads * width) -> (batch * heads, length, width)"""
-        return x.contiguous().view(x.shape[0], batch * self.num_heads, self.head_dim).transpose(0, 1)
 
     def _with_weights(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         scaled = q * math.sqrt(1.0 / self.head_dim)
@@ -146,12 +125,9 @@ def follow_attention(module: nn.MultiheadAttention) -> None:
     """Set the numbers of an attention to the shapes of its parameters; with fewer heads it gets another class."""
     query: Tensor = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight
     rows = query.shape[0] // (1 if module.in_proj_weight is None else 3)
-    module.embed_dim = query.shape[1]
-    module.kdim, module.vdim = (
-        (module.embed_dim, module.embed_dim)
-        if module.in_proj_weight is not None
-        else (module.k_proj_weight.shape[1], module.v_proj_weight.shape[1])
-    )
+    module.embed_dim = module.kdim = module.vdim = query.shape[1]
+    if module.in_proj_weight is None:
+        module.kdim, module.vdim = module.k_proj_weight.shape[1], module.v_proj_weight.shape[1]
     if rows % module.head_dim == 0:
         module.num_heads = rows // module.head_dim
     if type(module) is nn.MultiheadAttention and rows != module.embed_dim:

@@ -43,23 +43,18 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
             f"{type(model).__name__} has no channel plan: save() takes what shrink() or load() gave; "
             "a model that was not pruned is saved with torch.save(model.state_dict(), ...)"
         )
-    target = checked_folder(path)
-    state = model.state_dict()
+    target, state = checked_folder(path), model.state_dict()
     if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"{other[0]} is not a tensor, and a folder holds tensors alone; take it out of the state")
     tensors, aliases = _distinct(dict(state))
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    description = {
+        "format": _FORMAT, "sparsebit": __version__, "class": kind, "aliases": aliases, "versions": _versions(state),
+    }  # fmt: skip
     try:
         with staging_folder(target) as staged:
             save_tensors(tensors, staged / TENSORS, {})
-            description = {
-                "format": _FORMAT,
-                "sparsebit": __version__,
-                "class": f"{type(model).__module__}.{type(model).__qualname__}",
-                "aliases": aliases,
-                "versions": _versions(state),
-                "sha256": sha256_of(staged / TENSORS),
-                "plan": plan.to_json(),
-            }
+            description |= {"sha256": sha256_of(staged / TENSORS), "plan": plan.to_json()}
             description["checksum"] = _checksum(description)
             (staged / CHANNELS).write_text(json.dumps(description, indent=1), encoding="utf-8")
             for file in (staged / TENSORS, staged / CHANNELS, staged):
@@ -76,17 +71,16 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
     target = Path(folder).expanduser().resolve()
     if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {TENSORS, CHANNELS}):
         raise CheckpointError(f"{folder} holds something else than a pruned model; give another name")
-    above = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
+    above = next(folder for folder in (target, *target.parents) if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; give another name")
     return target
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
-    """The pruned model of a folder. `model`: an instance of the original, unpruned class, as its constructor returns
-    it.
+    """The pruned model of a folder: a smaller copy of `model` with the saved weights.
 
-    It is not changed; the result is a smaller copy with the saved weights.
+    `model`: an instance of the original, unpruned class, as its constructor returns it.
     """
     require_values(model)
     path = Path(folder)
@@ -96,16 +90,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     except OSError as error:
         raise CheckpointError(f"{path / TENSORS} cannot be read ({error})") from None
     if found != description["sha256"]:
-        raise CheckpointError(
-            f"{path / TENSORS} is damaged: its checksum differs from {CHANNELS}; save the model again"
-        )
+        raise CheckpointError(f"{path / TENSORS}: its checksum differs from that in {CHANNELS}; save the model again")
     tensors, _ = load_tensors(path / TENSORS)
     small = copy_model(uncompiled(model))
     if plan_of(small) is not None:
         raise CheckpointError(f"{type(model).__name__} is pruned already; load() takes a model of the unpruned class")
     try:
-        state = OrderedDict(tensors)
-        state.update({name: tensors[other] for name, other in description["aliases"].items()})
+        state = OrderedDict({**tensors, **{name: tensors[other] for name, other in description["aliases"].items()}})
         apply_plan(small, ChannelPlan.from_json(description["plan"]))
         # Modules read what their state_dict was written with: the version of its layout.
         versions = description.get("versions") or _versions(small.state_dict())
@@ -155,10 +146,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read ({error}); load() takes a folder that save() wrote") from None
     if not isinstance(description, dict) or not set(description) >= _KEYS:
         raise CheckpointError(f"{path} is damaged, or not of a pruned model; load() takes a folder that save() wrote")
-    if description["format"] not in (1, _FORMAT):
-        raise CheckpointError(
-            f"{path} has the format {description['format']!r}, and this Sparsebit ({__version__}) reads 1 to {_FORMAT}"
-        )
+    if (number := description["format"]) not in (1, _FORMAT):
+        raise CheckpointError(f"{path} has format {number!r}; this Sparsebit ({__version__}) reads 1 to {_FORMAT}")
     checksum = description.pop("checksum", None)
     if (checksum is not None or description["format"] != 1) and checksum != _checksum(description):
         raise CheckpointError(f"{path} is damaged: its checksum differs from its content; save the model again")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 
+_PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
@@ -22,16 +23,15 @@ class SkippedBlock(nn.Identity):
 
     def __init__(self, block: nn.Module, norms: Sequence[str] = ()) -> None:
         super().__init__()
-        kept = {name: value for name, value in block.__dict__.items() if _is_plain(value)}
-        self.__dict__.update({name: value for name, value in kept.items() if name not in _OF_MODULES})
+        plain = {name: value for name, value in vars(block).items() if name not in _OF_MODULES}
+        vars(self).update({name: value for name, value in plain.items() if isinstance(value, _PLAIN)})
         self.training = block.training
         self.norms_behind = tuple(norms)
         for path in norms:
             above: nn.Module = self
             *parents, own = path.split(".")
             for name in parents:  # empty modules, so that parameters keep their names
-                if name not in above._modules:
-                    above.add_module(name, nn.Module())
+                above._modules.setdefault(name, nn.Module())
                 above = above.get_submodule(name)
             above.add_module(own, block.get_submodule(path))
 
@@ -51,14 +51,8 @@ def first_tensor(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Tensor | Non
 
 def skip_blocks(model: nn.Module, names: Iterable[str], norms: Mapping[str, Sequence[str]]) -> None:
     """Replace these modules, in place. `norms`: which norms of a block stay, by its name."""
+    blocks = dict(model.named_modules(remove_duplicate=False))
     for name in names:
-        above, _, own = name.rpartition(".")
-        try:
-            block = model.get_submodule(name)
-        except AttributeError:
-            raise CheckpointError(f"the plan was made for another model: this one has no block {name}") from None
-        setattr(model.get_submodule(above), own, SkippedBlock(block, norms.get(name, ())))
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+        if name not in blocks:
+            raise CheckpointError(f"the plan was made for another model: this one has no block {name}")
+        model.set_submodule(name, SkippedBlock(blocks[name], norms.get(name, ())))

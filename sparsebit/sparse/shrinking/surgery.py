@@ -20,6 +20,7 @@ from sparsebit.sparse.shrinking.pruned_attention import follow_attention, follow
 from sparsebit.sparse.shrinking.skipped_block import skip_blocks
 
 _PLAN = "_sparsebit_channel_plan"
+_SIDES = ("in", 1), ("out", 0)  # of a layer, and the dimension of its weight
 _MOST_POSITIONS = 1 << 28  # of one dimension: more is damage
 # The new value of a module's attribute: a number, or a tuple or list of numbers.
 Attribute = int | tuple[int, ...] | list[int]
@@ -44,19 +45,8 @@ class ChannelPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; runs of positions are written as [first, last]."""
-        return {
-            "kept": {
-                tensor: {str(dim): _runs(places) for dim, places in dims.items()} for tensor, dims in self.kept.items()
-            },
-            "attributes": {
-                module: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-                for module, values in self.attributes.items()
-            },
-            "skipped": list(self.skipped),
-            "computed": dict(self.computed),
-            "spread": {module: list(sides) for module, sides in self.spread.items()},
-            "norms": {block: list(paths) for block, paths in self.norms.items()},
-        }
+        kept = {tensor: {str(dim): _runs(places) for dim, places in dims.items()} for tensor, dims in self.kept.items()}
+        return {**vars(self), "kept": kept}
 
     def after(self, earlier: ChannelPlan) -> ChannelPlan:
         """The plan with the combined effect of `earlier` and then this one."""
@@ -68,28 +58,26 @@ class ChannelPlan:
         attributes = {module: dict(values) for module, values in earlier.attributes.items()}
         for module, values in self.attributes.items():
             attributes.setdefault(module, {}).update(values)
-        computed = {**earlier.computed, **self.computed}
-        spread = {
-            module: tuple(sorted({*earlier.spread.get(module, ()), *self.spread.get(module, ())}))
-            for module in (*earlier.spread, *self.spread)
-        }
-        norms = {**earlier.norms, **self.norms}
-        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed, spread, norms)
+        spread = dict(earlier.spread)
+        for module, sides in self.spread.items():
+            spread[module] = tuple(sorted({*spread.get(module, ()), *sides}))
+        skipped, computed = (*earlier.skipped, *self.skipped), {**earlier.computed, **self.computed}
+        return ChannelPlan(kept, attributes, skipped, computed, spread, {**earlier.norms, **self.norms})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
         try:
-            return cls(
-                {
-                    tensor: {int(dim): _positions(runs) for dim, runs in dims.items()}
-                    for tensor, dims in value["kept"].items()
-                },
-                {module: dict(values) for module, values in value["attributes"].items()},
-                tuple(value.get("skipped", ())),  # folders of earlier versions have none
-                dict(value.get("computed", {})),  # folders of earlier versions have none
-                {module: tuple(sides) for module, sides in value.get("spread", {}).items()},
-                {block: tuple(paths) for block, paths in value.get("norms", {}).items()},
+            kept = {
+                tensor: {int(dim): _positions(runs) for dim, runs in dims.items()}
+                for tensor, dims in value["kept"].items()
+            }
+            attributes = {module: dict(values) for module, values in value["attributes"].items()}
+            # Folders of earlier versions have no more than these two.
+            skipped, computed = tuple(value.get("skipped", ())), dict(value.get("computed", {}))
+            spread, norms = (
+                {name: tuple(items) for name, items in value.get(key, {}).items()} for key in ("spread", "norms")
             )
+            return cls(kept, attributes, skipped, computed, spread, norms)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
 
@@ -97,10 +85,9 @@ class ChannelPlan:
 def _runs(places: tuple[int, ...]) -> list[list[int]]:
     runs: list[list[int]] = []
     for place in places:
-        if runs and runs[-1][1] == place - 1:
-            runs[-1][1] = place
-        else:
+        if not runs or runs[-1][1] != place - 1:
             runs.append([place, place])
+        runs[-1][1] = place
     return runs
 
 
@@ -127,32 +114,22 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
         tensor = tensors[name]
         for dim, places in dims.items():
             if not 0 <= dim < tensor.dim() or not places or places[-1] >= tensor.shape[dim]:
-                kept = f"position {places[-1]}" if places else "no position"
                 raise CheckpointError(
                     f"the channel plan is of another model: {name} has the shape {tuple(tensor.shape)}, and the plan "
-                    f"keeps {kept} of dimension {dim}"
+                    f"keeps {f'position {places[-1]}' if places else 'no position'} of dimension {dim}"
                 )
         smaller[id(tensor)] = _sliced(tensor, dims)
     for module in model.modules():
-        for registry in (module._parameters, module._buffers):
-            for key, value in registry.items():
-                if value is not None and id(value) in smaller:
-                    registry[key] = smaller[id(value)]  # type: ignore[assignment]
-        for key, value in list(module.__dict__.items()):
-            if key not in ("_parameters", "_buffers", "_modules"):
-                replaced = _replaced(value, smaller)
-                if replaced is not value:
-                    module.__dict__[key] = replaced
+        for key in vars(module).keys() - {"_modules"}:
+            vars(module)[key] = _replaced(vars(module)[key], smaller)
     for path, values in plan.attributes.items():
         module = model.get_submodule(path)
         for name, number in values.items():
             is_tuple = isinstance(getattr(module, name), tuple)
             setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
     for path, sides in plan.spread.items():
-        weight = plan.kept[f"{path}.weight" if path else "weight"]
-        spread_layer(
-            model.get_submodule(path), weight[1] if "in" in sides else None, weight[0] if "out" in sides else None
-        )
+        kept = plan.kept[f"{path}.weight".removeprefix(".")]
+        spread_layer(model.get_submodule(path), *(kept[d] if side in sides else None for side, d in _SIDES))
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
     skip_blocks(model, plan.skipped, plan.norms)
@@ -161,7 +138,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
 
 
 def _replaced(value: Any, smaller: Mapping[int, Tensor], depth: int = 4) -> Any:
-    """An attribute that also holds parameters or buffers (a list of weights), with the smaller ones in their place."""
+    """An attribute that holds parameters or buffers (a list of weights), with the smaller ones in their place."""
     if isinstance(value, Tensor):
         return smaller.get(id(value), value)
     if type(value) not in (list, tuple, dict) or not depth:
@@ -183,52 +160,44 @@ def _sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
     data = tensor.detach()
     for dim, places in dims.items():
         data = data.index_select(dim, torch.tensor(places, dtype=torch.long, device=data.device))
-    if isinstance(tensor, nn.Parameter):
-        kind = type(tensor) if type(tensor) is nn.Parameter else nn.Parameter
-        return kind(data, requires_grad=tensor.requires_grad)
-    return data
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _follow_shapes(module: nn.Module) -> None:
     """The attributes of torch.nn layers that repeat the shapes of their parameters."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     reads_wider, gives_wider = spread_sides(module)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        if isinstance(weight, Tensor):
-            first, second = weight.shape[:2]
-            second = second * module.groups
+    shape = weight.shape if isinstance(weight, Tensor) else None
+    match module:
+        case nn.RNNBase():
+            module.input_size = module.get_parameter("weight_ih_l0").shape[1]
+            num_gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+            module.hidden_size = module.get_parameter("weight_hh_l0").shape[0] // num_gates
+            module.proj_size = module.get_parameter("weight_hr_l0").shape[0] if module.proj_size else 0
+        case nn.RNNCellBase():
+            module.input_size, module.hidden_size = module.weight_ih.shape[1], module.weight_hh.shape[1]
+        case nn.MultiheadAttention():
+            follow_attention(module)
+        case nn.TransformerEncoder():
+            follow_encoder(module)
+        case nn.modules.batchnorm._NormBase():
+            if (vector := module.running_mean if shape is None else weight) is not None:
+                module.num_features = len(vector)
+        case _ if shape is None:
+            return
+        case nn.Bilinear():
+            module.out_features, module.in1_features, module.in2_features = shape
+        case nn.Linear():
+            module.in_features = module.in_features if reads_wider else shape[1]
+            module.out_features = module.out_features if gives_wider else shape[0]
+        case nn.modules.conv._ConvNd():
+            first, second = shape[0], shape[1] * module.groups
             taken, given = (first, second) if module.transposed else (second, first)
             module.in_channels = module.in_channels if reads_wider else taken
             module.out_channels = module.out_channels if gives_wider else given
-    elif isinstance(module, nn.Linear):
-        if isinstance(weight, Tensor):
-            module.in_features = module.in_features if reads_wider else weight.shape[1]
-            module.out_features = module.out_features if gives_wider else weight.shape[0]
-    elif isinstance(module, nn.Bilinear):
-        module.out_features, module.in1_features, module.in2_features = module.weight.shape
-    elif isinstance(module, nn.RNNBase):
-        module.input_size = module.get_parameter("weight_ih_l0").shape[1]
-        module.hidden_size = module.get_parameter("weight_hh_l0").shape[0] // _num_gates(module)
-        module.proj_size = module.get_parameter("weight_hr_l0").shape[0] if module.proj_size else 0
-    elif isinstance(module, nn.RNNCellBase):
-        module.input_size, module.hidden_size = module.weight_ih.shape[1], module.weight_hh.shape[1]
-    elif isinstance(module, nn.modules.batchnorm._NormBase):
-        vector = weight if isinstance(weight, Tensor) else module.running_mean
-        if isinstance(vector, Tensor):
-            module.num_features = vector.shape[0]
-    elif isinstance(module, nn.GroupNorm):
-        if isinstance(weight, Tensor):
-            module.num_channels = weight.shape[0]
-    elif isinstance(module, nn.Embedding):
-        if isinstance(weight, Tensor):
-            module.embedding_dim = weight.shape[1]
-    elif isinstance(module, nn.MultiheadAttention):
-        follow_attention(module)
-    elif isinstance(module, nn.TransformerEncoder):
-        follow_encoder(module)
-    elif isinstance(module, nn.PReLU) and isinstance(weight, Tensor):
-        module.num_parameters = weight.shape[0]
-
-
-def _num_gates(module: nn.RNNBase) -> int:
-    return {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+        case nn.GroupNorm():
+            module.num_channels = shape[0]
+        case nn.Embedding():
+            module.embedding_dim = shape[1]
+        case nn.PReLU():
+            module.num_parameters = shape[0]

@@ -36,7 +36,7 @@ def test_random_joins_are_what_a_plain_union_gives() -> None:
 def test_a_pin_follows_its_set_and_the_first_reason_wins() -> None:
     sets, a = _sets()
     sets.pin(a[[5]], "first")
-    sets.join((int(a[5]), int(a[2])), "y")
+    sets.join_rows(a[[5, 2]][None], "y")
     sets.pin(a[[2, 3]], "second")
     assert sets.reasons() == {int(a[2]): "first", int(a[3]): "second"}
     sets.join_pairwise(a[[0, 0]], a[[2, 3]], "y")
