@@ -20,12 +20,7 @@ from sparsebit.graph.values.nested import unwrapped
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.numerics.fake_quant.operator import is_transformed
-from sparsebit.numerics.qparams import (
-    check_backend,
-    checked_qparams,
-    dequantized_range,
-    qparams_from_range,
-)
+from sparsebit.numerics.qparams import check_backend, checked_qparams, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.first_sparsebit import FormerNames
 from sparsebit.quantization.observers import Observer, build_observer

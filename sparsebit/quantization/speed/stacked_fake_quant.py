@@ -75,12 +75,7 @@ def fake_quantize_stacked(
 
 
 def _forward(
-    x: Tensor,
-    scales: Sequence[Tensor],
-    zero_points: Sequence[Tensor],
-    stack: Stack,
-    *,
-    in_graph: bool = False,
+    x: Tensor, scales: Sequence[Tensor], zero_points: Sequence[Tensor], stack: Stack, *, in_graph: bool = False
 ) -> list[Tensor]:
     dim, qmin, qmax, _, tags = stack
     pieces, form = x.unbind(dim), stack_form(x, dim)
@@ -157,12 +152,7 @@ def _forward_operator(
 
 
 def _backward_operator(
-    grads: list[Tensor],
-    x: Tensor,
-    scales: list[Tensor],
-    zero_points: list[Tensor],
-    *rest: Any,
-    in_graph: bool = False,
+    grads: list[Tensor], x: Tensor, scales: list[Tensor], zero_points: list[Tensor], *rest: Any, in_graph: bool = False
 ) -> list[Tensor]:
     *stack, needs = rest
     found = _backward(grads, x, scales, zero_points, Stack(*stack), needs, in_graph=in_graph)
