@@ -114,10 +114,9 @@ class Lines:
         flat[self.index] = scale
         return replace(self, scale=scale, grid=replace(self.grid, scale=flat))
 
-    def sum_by_scale(self, per_row: Tensor, sets: slice = slice(None)) -> Tensor:
-        """`(groups, sets, rows)` summed over all elements that share a scale, `(num_scales,)`."""
-        index = self.index[:, sets].flatten()
-        return torch.zeros_like(self.grid.scale).index_add_(0, index, per_row.flatten())
+    def sum_by_scale(self, per_row: Tensor, index: Tensor) -> Tensor:
+        """The sum of all numbers that share a scale, `(num_scales,)`; `index`: the number of each one's scale."""
+        return torch.zeros_like(self.grid.scale).index_add_(0, index.flatten(), per_row.flatten())
 
     def rows_share_scales(self) -> bool:
         num_rows = self.index.shape[0] * self.index.shape[2]

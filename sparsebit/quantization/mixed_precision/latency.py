@@ -10,7 +10,6 @@ the float file, and if it is over the limit, the search is repeated with a small
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from typing import Any
 
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.cpu import cpu_name
-from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.execution.batches import batches_of
 from sparsebit.numerics.choices.integer_program import Budget, choose
@@ -32,7 +29,6 @@ from sparsebit.quantization.placement_search.candidates import Costs, Floats, ch
 from sparsebit.quantization.placement_search.profile import Choice
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import Traced, traced
-from sparsebit.quantization.recording import architecture_facts
 from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
@@ -105,11 +101,8 @@ def search_latency(
     limit 0.600 of float's time: measured 0.587, predicted 0.594 by the sum of measured regions (1 % apart)
     """
     wanted = [limits] if isinstance(limits, (int, float)) else list(limits)
-    if not wanted:
-        raise ConfigError("search_latency(): no limit was given; give shares of the float file's time, as 0.6")
-    for limit in wanted:
-        if not limit > 0:
-            raise ConfigError(f"latency limit {limit!r}: allowed: shares of the float file's time, above 0")
+    if not wanted or not all(limit > 0 for limit in wanted):
+        raise ConfigError(f"latency limits {wanted}: allowed: shares of the float file's time, above 0, as 0.6")
     start = time.perf_counter()
     batches = list(batches_of(data))
     found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)
@@ -159,13 +152,8 @@ class _Search:
         self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
         own_bits = {name: site.spec.bits for name, site in qmodel.plan.items()}
         self.scores = _unit_scores(self.graph, scores, own_bits)
-        weights = {site: weight.numel() for site, weight in stored_weights(qmodel.model)}
-        self.bytes = {
-            place: _weight_bytes(
-                [site for site in self.graph.units[place].weights if site in weights], weights, own_bits
-            )
-            for place in self.scores
-        }
+        sizes = {site: weight.numel() for site, weight in stored_weights(qmodel.model).items()}
+        self.bytes = {place: _weight_bytes(self.graph.units[place].weights, sizes, own_bits) for place in self.scores}
         self.max_bytes = max_bytes
 
     def within(self, limit: float) -> _Found:
@@ -178,7 +166,8 @@ class _Search:
                 floats, is_fastest = self._chosen(aim), False
             except BudgetError:
                 if self.max_bytes is not None:
-                    if self.max_bytes < self._least_bytes():
+                    in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
+                    if self.max_bytes * in_float < in_integers or (not in_float and self.max_bytes < 1):
                         raise
                     break
                 floats, is_fastest = cheapest(self.graph, self.costs), True  # the file may be faster than predicted
@@ -225,11 +214,6 @@ class _Search:
         limit = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
         return [Budget("bytes", limit, {str(place): list(pair) for place, pair in self.bytes.items()})]
 
-    def _least_bytes(self) -> float:
-        """The size with all in integers, as a share of the weights' size in float."""
-        in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
-        return in_integers / in_float if in_float else 1.0
-
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
 
@@ -240,35 +224,24 @@ class _Search:
     def result(self, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
         is_float = one.name == _FLOAT
         left_out = frozenset[str]() if one.name == _DEFAULT else self._left_out(one.floats)
-        plan, total = self.qmodel.plan, len(self.qmodel.plan)
-        names = dict.fromkeys((_FLOAT, _DEFAULT, one.name))
+        total = len(self.qmodel.plan)
         ratios = {_FLOAT: 1.0, _DEFAULT: self.default_ratio, one.name: one.ratio}
         counts = {_FLOAT: 0, _DEFAULT: total, one.name: 0 if is_float else total - len(left_out)}
-        sqnr = {
-            name: None if name == _FLOAT else self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
-            for name in names
-        }
-        profile = PlacementProfile(
-            backend=self.qmodel.config.BACKEND,
-            runtime=found.runtime,
-            runtime_version=runtime_version(found.runtime),
-            cpu=cpu_name(),
-            machine=platform.machine(),
-            num_threads=num_threads,
-            architecture=architecture_facts(self.qmodel.original).architecture,
-            shapes=found.shapes,
-            floats=() if is_float else tuple(name for name in plan if name in left_out),
+        choices = []
+        for name, ratio in ratios.items():
+            sqnr = None if name == _FLOAT else self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
+            choices.append(Choice(name, ratio, sqnr, counts[name], "chosen" if name == one.name else ""))
+        profile = PlacementProfile.measured(
+            *(self.qmodel, found.runtime, num_threads, () if is_float else left_out),
             is_float=is_float,
+            shapes=found.shapes,
             ratio=one.ratio,
             default_ratio=self.default_ratio,
             noise=self.noise,
             seconds=seconds,
-            choices=tuple(
-                Choice(name, ratios[name], sqnr[name], counts[name], "chosen" if name == one.name else "")
-                for name in names
-            ),
+            choices=tuple(choices),
         )
-        layers = [unit.layer for unit in self.graph.units if unit.layer]
+        layers = {place: unit.layer for place, unit in enumerate(self.graph.units) if unit.layer}
         return LatencySearch(
             limit=one.limit,
             ratio=one.ratio,
@@ -276,9 +249,7 @@ class _Search:
             default_ratio=self.default_ratio,
             default_predicted=self.default_predicted,
             loss=one.loss,
-            floats=tuple(
-                unit.layer for place, unit in enumerate(self.graph.units) if unit.layer and place in one.floats
-            ),
+            floats=tuple(layer for place, layer in layers.items() if place in one.floats),
             num_layers=len(layers),
             tries=one.tries,
             qmodel=apply_placement(self.qmodel, profile),
@@ -287,9 +258,9 @@ class _Search:
 
 
 def _weight_bytes(sites: Iterable[str], sizes: Mapping[str, int], own_bits: Mapping[str, int]) -> tuple[float, float]:
-    """The bytes of a unit's weights in float and in integers."""
-    found = [(4.0 * sizes[site], sizes[site] * own_bits[site] / 8) for site in sites]
-    return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+    """The bytes of a unit's stored weights in float and in integers."""
+    stored = [site for site in sites if site in sizes]
+    return sum(4.0 * sizes[site] for site in stored), sum(sizes[site] * own_bits[site] / 8 for site in stored)
 
 
 def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str, int]) -> dict[int, float]:

@@ -6,9 +6,9 @@ a candidate takes a second. All in float is always a candidate, so the result is
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,20 +20,16 @@ from typing import Any
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.cpu import cpu_name
-from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import DeploymentError, users_level
 from sparsebit.folders import replace_file
 from sparsebit.progress import track
 from sparsebit.quantization.inspecting.accuracy_gains import score_of
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import candidates
-from sparsebit.quantization.placement_search.candidates import Costs, Floats
+from sparsebit.quantization.placement_search.candidates import Floats
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
-from sparsebit.quantization.placement_search.traced_graph import TracedGraph
-from sparsebit.quantization.placement_search.tracing import traced
-from sparsebit.quantization.recording import architecture_facts
+from sparsebit.quantization.placement_search.tracing import Traced, traced
 from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
@@ -81,9 +77,8 @@ def measure_placement(
     """
     start = time.perf_counter()
     ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
-    runtime, graph, watch = ready.runtime, ready.graph, ready.watch
     judge = None if metric is None else _Judge(qmodel, metric, metric_margin)
-    search = _Search(qmodel, graph, watch, margin_db, judge, time.perf_counter() + seconds)
+    search = _Search(qmodel, ready, margin_db, judge, time.perf_counter() + seconds)
     search.run()
     chosen, ratios, noise = search.confirmed()
     if judge is not None and chosen != _FLOAT:
@@ -93,17 +88,10 @@ def measure_placement(
         Path(keep).mkdir(parents=True, exist_ok=True)
         for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
             replace_file(Path(keep) / f"{name}.onnx", partial(Path.write_bytes, data=search.files[file]))
-    profile = PlacementProfile(
-        backend=qmodel.config.BACKEND,
-        runtime=runtime,
-        runtime_version=runtime_version(runtime),
-        cpu=cpu_name(),
-        machine=platform.machine(),
-        num_threads=num_threads,
-        architecture=architecture_facts(qmodel.original).architecture,
-        shapes=ready.shapes,
-        floats=tuple(name for name in qmodel.plan if name in left_out),
+    profile = PlacementProfile.measured(
+        *(qmodel, ready.runtime, num_threads, left_out),
         is_float=chosen == _FLOAT,
+        shapes=ready.shapes,
         ratio=ratios[chosen],
         default_ratio=ratios[_DEFAULT],
         noise=noise,
@@ -159,15 +147,10 @@ class _Search:
     """The candidates tried so far, and the best of them."""
 
     def __init__(
-        self,
-        qmodel: QuantModel,
-        graph: TracedGraph,
-        watch: Stopwatch,
-        margin_db: float,
-        judge: _Judge | None,
-        deadline: float,
+        self, qmodel: QuantModel, ready: Traced, margin_db: float, judge: _Judge | None, deadline: float
     ) -> None:
-        self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, watch, deadline
+        graph = ready.graph
+        self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, ready.watch, deadline
         self.margin_db, self.judge = margin_db, judge
         self.runtime = PROFILES[qmodel.config.BACKEND]
         everything = frozenset(range(len(graph.units)))
@@ -198,9 +181,7 @@ class _Search:
             self.attempt(name, floats)
 
     def _more(self) -> Iterator[tuple[str, Floats]]:
-        """More candidates: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best
-        one.
-        """
+        """More: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best one."""
         yield from self._cheapest()
         for weight in (0.7, 1.4):
             yield f"cheapest, conversions x {weight:g}", self.costs.cheapest(weight)
@@ -213,7 +194,9 @@ class _Search:
             yield from self._cheapest()
             floats = self.floats[self.best]
             expected = self.costs.of(floats)
-            found = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, self._units(), floats)]
+            places = range(len(self.graph.units))
+            gains = [self.costs.of_unit(p, is_float=False) - self.costs.of_unit(p, is_float=True) for p in places]
+            found = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, gains, floats)]
             parts = sorted(((self.costs.of(changed), name, changed) for name, changed in found), key=lambda one: one[0])
             for ms, name, changed in parts:
                 if ms < 1.05 * expected:
@@ -227,13 +210,6 @@ class _Search:
                 return
             yield "cheapest by the times so far", floats
 
-    def _units(self) -> Costs:
-        places = range(len(self.graph.units))
-        integer, floating = (
-            tuple(self.costs.of_unit(place, is_float=is_float) for place in places) for is_float in (False, True)
-        )
-        return Costs(integer, floating, 0.0)
-
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
 
@@ -246,10 +222,9 @@ class _Search:
         name = self._free(name)
         self.floats[name], self.left_out[name] = floats, left_out
         file = self.graph.file(left_out, self.runtime)
+        files = {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}
         try:
-            timed = self.watch.ratios(
-                {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}, _TRIAL_S
-            )
+            timed = self.watch.ratios(files, _TRIAL_S)
         except DeploymentError as error:  # the runtime lacks a kernel: skip the candidate
             log.debug("%s: %s", name, error)
             self.verdict[name], self.ratio[name] = "does not run", float("inf")
@@ -301,22 +276,14 @@ class _Search:
         return _FLOAT
 
     def table(self, chosen: str, ratios: dict[str, float]) -> tuple[Choice, ...]:
-        total = len(self.qmodel.plan)
+        total, verdicts = len(self.qmodel.plan), {**self.verdict, chosen: "chosen"}
         return tuple(
-            Choice(
-                name,
-                ratio,
-                self.sqnr.get(name),
-                total - len(self.left_out[name]),
-                "chosen" if name == chosen else self.verdict.get(name, ""),
-            )
+            Choice(name, ratio, self.sqnr.get(name), total - len(self.left_out[name]), verdicts.get(name, ""))
             for name, ratio in ratios.items()
         )
 
     def _learn(self, name: str, times: RegionTimes) -> None:
-        """Learn from measured regions, scaled to the measured ratio: profiled kernels are slower than unprofiled
-        ones.
-        """
+        """Learn from measured regions, scaled to the measured ratio: profiled kernels are slower."""
         scale = self.ratio[name] * self.float_ms / times.total_ms if times.total_ms else 1.0
         self.costs.learn(self.floats[name], times, scale)
 
@@ -324,8 +291,5 @@ class _Search:
         return self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
 
     def _free(self, name: str) -> str:
-        number, wanted = 1, name
-        while name in self.left_out:
-            number += 1
-            name = f"{wanted} ({number})"
-        return name
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        return next(free for free in names if free not in self.left_out)

@@ -55,8 +55,9 @@ def traced(
     require_runtime(runtime)
     check_ready(qmodel, verb)
     samples = _samples(qmodel, batches, wish)
+    args, kwargs = samples[0]
     with switched_on(qmodel):
-        model, opset = trace_onnx(qmodel, _as_data(samples[0]))
+        model, opset = trace_onnx(qmodel, (*args, kwargs) if args and kwargs else kwargs or args)
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     if size > _LARGEST:
         raise DeploymentError(
@@ -86,9 +87,3 @@ def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call
     if not found:
         raise ConfigError(f"{wish}: no batches were given; give those of the calibration")
     return found
-
-
-def _as_data(call: Call) -> Any:
-    """A call in the form that the export takes."""
-    args, kwargs = call
-    return (*args, kwargs) if args and kwargs else kwargs or args
