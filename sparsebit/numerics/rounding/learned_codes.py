@@ -86,9 +86,9 @@ class LearnedCodes:
         wide = self.begin.wide(zero_point)
         low, high = self.begin.qmin - wide, self.begin.qmax - wide
         if self.kind == "latent":
-            return latent_codes(self.v, self.begin.wide(scale / self.begin.scale), low, high)
+            return clipped_codes(self.v / self.begin.wide(scale / self.begin.scale), low, high)
         v = bounded_offset(self.v, self.start)
-        return offset_codes(self.original / self.begin.wide(scale), v, low, high)
+        return clipped_codes(self.original / self.begin.wide(scale) + v, low, high)
 
     def penalty(self, progress: float) -> Tensor | None:
         """The regularizer of soft rounding at a share of the training."""
@@ -167,9 +167,9 @@ def bounded_offset(v: Tensor, start: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(v, start.clamp_max(-0.5)), start.clamp_min(0.5))
 
 
-def offset_codes(u: Tensor, v: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`n = clip(round(u + v), low, high)`, straight-through for `u` and `v`."""
-    return torch.minimum(torch.maximum(straight_through_round(u + v), low), high)
+def clipped_codes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`n = clip(round(x), low, high)`, straight-through."""
+    return torch.minimum(torch.maximum(straight_through_round(x), low), high)
 
 
 def clipped_grid(
@@ -193,8 +193,3 @@ def latent_start(u: Tensor, n: Tensor) -> Tensor:
     It is at most 0.49 from `n`, so that the initial rounding is the present one.
     """
     return torch.minimum(torch.maximum(u, n - _NEAR_HALF), n + _NEAR_HALF)
-
-
-def latent_codes(latent: Tensor, factor: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`n = clip(round(latent / factor), low, high)`, straight-through for both; `factor`: of the scale."""
-    return torch.minimum(torch.maximum(straight_through_round(latent / factor), low), high)

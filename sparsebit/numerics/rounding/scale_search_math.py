@@ -71,11 +71,8 @@ class _Search:
             loss = self._losses(candidate)
             is_better = loss < self.loss
             self.loss = torch.where(is_better, loss, self.loss)
-            best = replace(
-                best,
-                scale=torch.where(is_better, candidate.scale, best.scale),
-                zero_point=torch.where(is_better, candidate.zero_point, best.zero_point),
-            )
+            scale = torch.where(is_better, candidate.scale, best.scale)
+            best = replace(best, scale=scale, zero_point=candidate.zero_point.where(is_better, best.zero_point))
         return best
 
     def _losses(self, grid: Grid) -> Tensor:

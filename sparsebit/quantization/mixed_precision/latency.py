@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.runtimes import PROFILES
@@ -67,13 +67,9 @@ class LatencySearch:
         return {**{name: getattr(self, name) for name in names}, "floats": list(self.floats)}
 
     def __str__(self) -> str:
-        chosen = _told(self.ratio, self.predicted)
-        default = _told(self.default_ratio, self.default_predicted)
-        rows = [
-            f"limit {self.limit:.3f} of float's time: {chosen}",
-            f"all in integers: {default}",
-            f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}",
-        ]
+        rows = [f"limit {self.limit:.3f} of float's time: {_told(self.ratio, self.predicted)}"]
+        rows.append(f"all in integers: {_told(self.default_ratio, self.default_predicted)}")
+        rows.append(f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}")
         return "\n".join([*rows, *(f"  {name}" for name in self.floats)])
 
 
@@ -108,28 +104,25 @@ def search_latency(
     found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)
     judged = scores or sensitivity(qmodel, batches, weight_bits=(), activation_bits=())
     search = _Search(qmodel, found, judged, max_bytes)
-    results: list[_Found] = []
+    results: list[tuple[float, _Found]] = []
     missed: list[BudgetError] = []
     for limit in track(wanted, "latency limits"):
         try:
-            results.append(search.within(limit))
+            results.append((limit, search.within(limit)))
         except BudgetError as error:  # noqa: PERF203 - seconds pass in each turn
             missed.append(error)
     if not results:
         raise missed[0]
     for reason in missed:
         log.warning("left out: %s", reason)
-    return [search.result(one, found, num_threads, time.perf_counter() - start) for one in results]
+    seconds = time.perf_counter() - start
+    return [search.result(limit, one, found, num_threads, seconds) for limit, one in results]
 
 
-@dataclass(frozen=True)
-class _Found:
-    limit: float
+class _Found(NamedTuple):
     name: str
     floats: Floats
     ratio: float
-    predicted: float
-    loss: float
     tries: int
 
 
@@ -159,7 +152,7 @@ class _Search:
     def within(self, limit: float) -> _Found:
         """The best placement whose file kept the limit when it was measured."""
         if limit >= 1 and self.max_bytes is None:
-            return _Found(limit, _FLOAT, frozenset(range(len(self.graph.units))), 1.0, 1.0, 0.0, 0)
+            return _Found(_FLOAT, frozenset(range(len(self.graph.units))), 1.0, 0)
         aim, fastest = limit, self.default_ratio
         for tries in range(1, _MOST_TRIES + 1):
             try:
@@ -178,17 +171,14 @@ class _Search:
             if ratio <= limit:
                 ratio = self.watch.ratios(files, _FINAL_S)[name].ratio
             if ratio <= limit:
-                loss = sum(score for place, score in self.scores.items() if place not in floats)
                 self.files[name] = files[name]
-                return _Found(limit, name, floats, ratio, self.predicted(floats), loss, tries)
+                return _Found(name, floats, ratio, tries)
             fastest = min(fastest, ratio)
             if is_fastest:
                 break
             aim = min(aim * limit / ratio, 0.98 * aim)
         if self.default_ratio <= limit:
-            loss = sum(self.scores.values())
-            predicted = self.predicted(self.fixed)
-            return _Found(limit, _DEFAULT, self.fixed, self.default_ratio, predicted, loss, _MOST_TRIES)
+            return _Found(_DEFAULT, self.fixed, self.default_ratio, _MOST_TRIES)
         raise BudgetError(
             f"latency limit {limit:g}: no placement was measured to keep it; the fastest took {fastest:.3f} of the "
             f"float file's time (all in integers: {self.default_ratio:.3f}). Give a larger one, or see what "
@@ -200,19 +190,13 @@ class _Search:
         return self.costs.of(self.graph, floats | self.fixed) / self.float_ms
 
     def _chosen(self, limit: float) -> Floats:
-        solved = choose(
-            {**{str(place): [0.0, score] for place, score in self.scores.items()}, _REST: [0.0]},
-            [_time_budget(self.graph, self.costs, self.fixed, limit * self.float_ms), *self._bytes()],
-            gap=_GAP,
-        )
+        costs = {str(place): [0.0, score] for place, score in self.scores.items()}
+        budgets = [_time_budget(self.graph, self.costs, self.fixed, limit * self.float_ms)]
+        if self.max_bytes is not None:
+            most = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
+            budgets.append(Budget("bytes", most, {str(place): list(pair) for place, pair in self.bytes.items()}))
+        solved = choose({**costs, _REST: [0.0]}, budgets, gap=_GAP)
         return self.fixed | {place for place in self.scores if solved.options[str(place)] == 0}
-
-    def _bytes(self) -> list[Budget]:
-        """A budget of the weights' bytes: four for each weight in float, an eighth for each bit in integers."""
-        if self.max_bytes is None:
-            return []
-        limit = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
-        return [Budget("bytes", limit, {str(place): list(pair) for place, pair in self.bytes.items()})]
 
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
@@ -221,7 +205,7 @@ class _Search:
         left_out = frozenset(self.qmodel.plan) if len(floats) == len(self.graph.units) else self._left_out(floats)
         return self.graph.file(left_out, self.runtime)
 
-    def result(self, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
+    def result(self, limit: float, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
         is_float = one.name == _FLOAT
         left_out = frozenset[str]() if one.name == _DEFAULT else self._left_out(one.floats)
         total = len(self.qmodel.plan)
@@ -243,12 +227,12 @@ class _Search:
         )
         layers = {place: unit.layer for place, unit in enumerate(self.graph.units) if unit.layer}
         return LatencySearch(
-            limit=one.limit,
+            limit=limit,
             ratio=one.ratio,
-            predicted=one.predicted,
+            predicted=1.0 if is_float else self.predicted(one.floats),
             default_ratio=self.default_ratio,
             default_predicted=self.default_predicted,
-            loss=one.loss,
+            loss=sum((score for place, score in self.scores.items() if place not in one.floats), 0.0),
             floats=tuple(layer for place, layer in layers.items() if place in one.floats),
             num_layers=len(layers),
             tries=one.tries,
@@ -281,11 +265,8 @@ def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str,
         for site in link.sites:
             place = link.producer if link.consumer < 0 else link.consumer
             readers.setdefault(graph.owners.get(site, site), set()).add(place)
-    found = {
-        place: sum(of_site.get(site, 0.0) for site in unit.weights)
-        for place, unit in enumerate(graph.units)
-        if unit.can_be_integer
-    }
+    integer = {place: unit for place, unit in enumerate(graph.units) if unit.can_be_integer}
+    found = {place: sum(of_site.get(site, 0.0) for site in unit.weights) for place, unit in integer.items()}
     for site, places in readers.items():
         for place in places & found.keys():
             found[place] += of_site.get(site, 0.0) / len(places)

@@ -169,10 +169,8 @@ def _wanted_bits(qmodel: QuantModel, weight_bits: Bits, activation_bits: Bits) -
     live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]
     if not live or not all(own[site].is_calibrated for site in live):
         raise CalibrationError("sensitivity() needs a calibrated model; call calc_qparams() first")
-    return {
-        site: _bits(weight_bits if own[site].target == "weight" else activation_bits, own[site].spec.bits)
-        for site in live
-    }
+    wanted = {"weight": weight_bits, "activation": activation_bits}
+    return {site: _bits(wanted[own[site].target], own[site].spec.bits) for site in live}
 
 
 class _Run:

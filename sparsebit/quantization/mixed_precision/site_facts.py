@@ -71,16 +71,13 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> SearchedSite
     layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
     sizes, outputs = _shapes(quantizers, layers, run, call)
     readers, inputs = _readers(model)
-    parameters = {
-        m.weight_quantizer.name: m.parameter if isinstance(m, QuantizedParameter) else m.op._parameters.get("weight")
-        for m in model.modules()
-        if isinstance(m, (WeightedQuantOpr, QuantizedParameter))
-    }
-    sizes |= {
-        layer.weight_quantizer.name: current_weight(layer.op).numel()  # computed by pruning or by weight norm
-        for layer in layers
-        if parameters[layer.weight_quantizer.name] is None
-    }
+    parameters: dict[str, Tensor | None]
+    parameters = {m.weight_quantizer.name: m.parameter for m in model.modules() if isinstance(m, QuantizedParameter)}
+    for layer in layers:
+        site = layer.weight_quantizer.name
+        parameters[site] = layer.op._parameters.get("weight")
+        if parameters[site] is None:  # computed by pruning or by weight norm
+            sizes[site] = current_weight(layer.op).numel()
     sites: dict[str, SiteFacts] = {}
     for name in plan:
         if name not in quantizers:

@@ -38,10 +38,8 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distor
     extremes = histogram.low.double(), histogram.high.double()
     num_levels = spec.num_levels
     if spec.symmetric:
-        whole, half = (
-            (spec.qmin * step * about_zero, spec.qmax * step * about_zero)
-            for step in (best_step(distribution, one_sided, num_levels, spec.qmin) for one_sided in (False, True))
-        )
+        steps = [best_step(distribution, one_sided, num_levels, spec.qmin) for one_sided in (False, True)]
+        whole, half = ((spec.qmin * step * about_zero, spec.qmax * step * about_zero) for step in steps)
     else:
         middle = (num_levels - 1) / 2
         reach = middle * best_step(distribution, False, num_levels, -middle) * about_mean

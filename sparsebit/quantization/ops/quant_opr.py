@@ -192,13 +192,9 @@ class FunctionalWeightedQuantOpr(QuantOpr):
 
     def _rounded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Round the bias to int32 and take the integer kernel's value, if the tensors have the shapes of a layer's."""
-        places = {
-            "x": input_argument(self.row, args, kwargs, is_module=False),
-            "weight": weight_argument(self.row, args, kwargs),
-            "bias": bias_argument(self.row, args, kwargs),
-        }
-        given = {name: _at(args, kwargs, place) for name, place in places.items()}
-        x, weight, bias = given.values()
+        call = (self.row, args, kwargs)
+        places = (input_argument(*call, is_module=False), weight_argument(*call), bias_argument(*call))
+        x, weight, bias = (_at(args, kwargs, place) for place in places)
         if weight.ndim < 2 or (bias is not None and bias.shape != weight.shape[self.row.channel_axis :][:1]):
             return self.compute(*args, **kwargs)
         if bias is not None and self.bias_rounding is not None:
@@ -206,7 +202,7 @@ class FunctionalWeightedQuantOpr(QuantOpr):
 
         def compute(*tensors: Tensor | None) -> Any:
             positional, named = list(args), dict(kwargs)
-            for place, tensor in zip(places.values(), tensors, strict=True):
+            for place, tensor in zip(places, tensors, strict=True):
                 if isinstance(place, str):
                     named[place] = tensor
                 elif place is not None:
@@ -244,8 +240,8 @@ class GatedQuantOpr(QuantOpr):
         if not self.gate_quantizer.is_enable and not self.gate_quantizer.observing:
             return super().compute(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        gate_of = torch.sigmoid if self.row.name != "hardswish" else self.hard_gate or F.hardsigmoid
-        gate = self.gate_quantizer(gate_of(x))
+        gate_of = F.hardsigmoid if self.hard_gate is None else self.hard_gate
+        gate = self.gate_quantizer(gate_of(x) if self.row.name == "hardswish" else torch.sigmoid(x))
         return x * gate if self.product is None else self.product(x, gate)
 
 

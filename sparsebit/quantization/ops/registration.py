@@ -66,8 +66,5 @@ def _is_method(source: Any) -> bool:
 
 def registered_module_types() -> tuple[type[nn.Module], ...]:
     """Module classes that users registered: leaves of the capture."""
-    return tuple(
-        source
-        for source, row in QMODULE_MAP.items()
-        if row.implementation is not None and isinstance(source, type) and issubclass(source, nn.Module)
-    )
+    found = [source for source, row in QMODULE_MAP.items() if row.implementation is not None]
+    return tuple(source for source in found if isinstance(source, type) and issubclass(source, nn.Module))

@@ -37,12 +37,8 @@ class Costs:
 
     def of(self, graph: TracedGraph, floats: Floats) -> float:
         """The predicted time of a placement."""
-        total = sum(
-            self.floating[place] if place in floats else self.integer[place] for place in range(len(self.integer))
-        )
-        return total + sum(
-            self.of_conversion(n) for left, right, n in edges(graph) if (left in floats) != (right in floats)
-        )
+        total = sum((self.floating if p in floats else self.integer)[p] for p in range(len(self.integer)))
+        return total + sum(self.of_conversion(n) for n in _converted(graph, floats))
 
     def of_conversion(self, num_elements: int) -> float:
         return _PER_CALL_MS + self.per_element * num_elements
@@ -56,8 +52,7 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
     """
     scale = ratio * floating.total_ms / quantized.total_ms if quantized.total_ms else 1.0
     integer_ms, float_ms = quantized.by_layer(), floating.by_layer()
-    fixed = fixed_floats(graph)
-    converted = sum(n for left, right, n in edges(graph) if (left in fixed) != (right in fixed))
+    converted = sum(_converted(graph, fixed_floats(graph)))
     spent = scale * quantized.conversion_ms
     per_element = spent / converted if converted and spent else _USUAL_MS
     return Costs(
@@ -65,6 +60,11 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
         tuple(sum(float_ms.get(name, 0.0) for name in unit.nodes) for unit in graph.units),
         min(per_element, 10 * _USUAL_MS),
     )
+
+
+def _converted(graph: TracedGraph, floats: Floats) -> list[int]:
+    """The sizes of the tensors that a placement converts."""
+    return [n for left, right, n in edges(graph) if (left in floats) != (right in floats)]
 
 
 def fixed_floats(graph: TracedGraph) -> Floats:

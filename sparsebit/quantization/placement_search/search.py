@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,12 @@ def measure_placement(
     """
     start = time.perf_counter()
     ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
-    judge = None if metric is None else _Judge(qmodel, metric, metric_margin)
+    judge = None if metric is None else _judge_of(qmodel, metric, metric_margin)
     search = _Search(qmodel, ready, margin_db, judge, time.perf_counter() + seconds)
     search.run()
-    chosen, ratios, noise = search.confirmed()
+    chosen, noise = search.confirmed()
     if judge is not None and chosen != _FLOAT:
-        chosen = search.judged(judge, ratios)
+        chosen = search.judged(judge)
     left_out = search.left_out[chosen]
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
@@ -92,11 +92,11 @@ def measure_placement(
         *(qmodel, ready.runtime, num_threads, left_out),
         is_float=chosen == _FLOAT,
         shapes=ready.shapes,
-        ratio=ratios[chosen],
-        default_ratio=ratios[_DEFAULT],
+        ratio=search.ratio[chosen],
+        default_ratio=search.ratio[_DEFAULT],
         noise=noise,
         seconds=time.perf_counter() - start,
-        choices=search.table(chosen, ratios),
+        choices=search.table(chosen),
     )
     log.info("placement measured in %.0f s: %s", profile.seconds, profile.words)
     return MeasuredPlacement(_applied(qmodel, profile), profile)
@@ -125,22 +125,18 @@ def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
     return placed
 
 
-class _Judge:
+_Judge = Callable[[frozenset[str]], bool]
+
+
+def _judge_of(qmodel: QuantModel, metric: Metric, margin: float) -> _Judge:
     """Whether placements keep the score of the default one; each is scored once."""
 
-    def __init__(self, qmodel: QuantModel, metric: Metric, margin: float) -> None:
-        self.qmodel, self.metric, self.margin = qmodel, metric, margin
-        self._scores: dict[frozenset[str], float] = {}
+    @cache
+    def score(left_out: frozenset[str]) -> float:
+        model = qmodel.with_plan(qmodel.plan.replace(dict.fromkeys(left_out))) if left_out else qmodel
+        return score_of(metric, model, "measure_placement(): the metric")
 
-    def keeps(self, left_out: frozenset[str]) -> bool:
-        return not left_out or self._score(left_out) >= self._score(frozenset()) - self.margin
-
-    def _score(self, left_out: frozenset[str]) -> float:
-        if left_out not in self._scores:
-            plan = self.qmodel.plan.replace(dict.fromkeys(left_out))
-            model = self.qmodel.with_plan(plan) if left_out else self.qmodel
-            self._scores[left_out] = score_of(self.metric, model, "measure_placement(): the metric")
-        return self._scores[left_out]
+    return lambda left_out: not left_out or score(left_out) >= score(frozenset()) - margin
 
 
 class _Search:
@@ -158,7 +154,6 @@ class _Search:
         self.left_out = {_FLOAT: frozenset(qmodel.plan), _DEFAULT: frozenset[str]()}
         # The default keeps every site of the plan, including those that no integer unit reads.
         self.files = {name: graph.file(left_out, self.runtime) for name, left_out in self.left_out.items()}
-        self.seen = set(self.left_out.values())
         self.ratio: dict[str, float] = {_FLOAT: 1.0}
         self.sqnr: dict[str, float] = {}
         self.verdict: dict[str, str] = {}
@@ -206,7 +201,7 @@ class _Search:
         """The cheapest placements, until one comes back that was tried: its time is known then, and none is cheaper."""
         for _ in range(_MOST_CUTS):
             floats = self.costs.cheapest()
-            if self._left_out(floats) in self.seen:
+            if self._left_out(floats) in self.left_out.values():
                 return
             yield "cheapest by the times so far", floats
 
@@ -216,10 +211,10 @@ class _Search:
     def attempt(self, name: str, floats: Floats) -> None:
         """Time a candidate in turns with float and the best; keep it if it is faster and exact enough."""
         left_out = self._left_out(floats)
-        if left_out in self.seen or len(left_out) == len(self.qmodel.plan):
+        if left_out in self.left_out.values() or len(left_out) == len(self.qmodel.plan):
             return
-        self.seen.add(left_out)
-        name = self._free(name)
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        name = next(free for free in names if free not in self.left_out)
         self.floats[name], self.left_out[name] = floats, left_out
         file = self.graph.file(left_out, self.runtime)
         files = {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}
@@ -245,16 +240,13 @@ class _Search:
             del self.files[old]
         self.best = name
 
-    def confirmed(self) -> tuple[str, dict[str, float], float]:
-        """The winner of a longer run between float, the default placement and the best one."""
+    def confirmed(self) -> tuple[str, float]:
+        """The winner of a longer run between float, the default placement and the best one; the noise."""
         names = dict.fromkeys((_FLOAT, _DEFAULT, self.best))
         timed = self.watch.ratios({name: self.files[name] for name in names}, _FINAL_S)
-        ratios = {name: one.ratio for name, one in timed.items()}
-        self.ratio |= ratios
-        winner = min(ratios, key=lambda name: (ratios[name], name == _FLOAT))
-        if winner != _FLOAT and ratios[winner] > 1 - _GAIN:
-            winner = _FLOAT
-        return winner, self.ratio, timed[_FLOAT].noise
+        self.ratio |= {name: one.ratio for name, one in timed.items()}
+        winner = min(timed, key=lambda name: (self.ratio[name], name == _FLOAT))
+        return winner if self.ratio[winner] <= 1 - _GAIN else _FLOAT, timed[_FLOAT].noise
 
     def _is_exact_enough(self, name: str) -> bool:
         if self.sqnr[name] >= self.sqnr[_DEFAULT] - self.margin_db:
@@ -262,24 +254,24 @@ class _Search:
         if self.judge is None:
             return False
         started = time.perf_counter()
-        keeps = self.judge.keeps(self.left_out[name])
+        keeps = self.judge(self.left_out[name])
         self.deadline += time.perf_counter() - started  # the time is for candidates
         return keeps
 
-    def judged(self, judge: _Judge, ratios: dict[str, float]) -> str:
+    def judged(self, judge: _Judge) -> str:
         """The fastest placement whose score is near enough to that of the default one."""
-        order = sorted((name for name in self.files if ratios.get(name, 2.0) < 1), key=lambda name: ratios[name])
-        for name in order:
-            if judge.keeps(self.left_out[name]):
+        faster = [name for name in self.files if self.ratio.get(name, 2.0) < 1]
+        for name in sorted(faster, key=self.ratio.__getitem__):
+            if judge(self.left_out[name]):
                 return name
             self.verdict[name] = "loses by the metric"
         return _FLOAT
 
-    def table(self, chosen: str, ratios: dict[str, float]) -> tuple[Choice, ...]:
+    def table(self, chosen: str) -> tuple[Choice, ...]:
         total, verdicts = len(self.qmodel.plan), {**self.verdict, chosen: "chosen"}
         return tuple(
             Choice(name, ratio, self.sqnr.get(name), total - len(self.left_out[name]), verdicts.get(name, ""))
-            for name, ratio in ratios.items()
+            for name, ratio in self.ratio.items()
         )
 
     def _learn(self, name: str, times: RegionTimes) -> None:
@@ -289,7 +281,3 @@ class _Search:
 
     def _sqnr(self, name: str) -> float:
         return self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
-
-    def _free(self, name: str) -> str:
-        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
-        return next(free for free in names if free not in self.left_out)

@@ -193,13 +193,10 @@ class _Parts:
             kind = self._kind(head)
             is_read = bool(reads[place]) and all(link.sites for link in reads[place])
             is_written = kind == "linear" or all(link.sites for link in writes[place])
-            yield FusedUnit(
-                nodes=tuple(str(node.name) for node in nodes),
-                kind=kind,
-                layer=next((split_site(tag)[0] for tag in weights), ""),
-                weights=weights,
-                can_be_integer=kind != "other" and is_read and is_written and (bool(weights) or kind not in _WEIGHTED),
-            )
+            has_weights = bool(weights) or kind not in _WEIGHTED
+            layer = split_site(weights[0])[0] if weights else ""
+            can_be_integer = kind != "other" and is_read and is_written and has_weights
+            yield FusedUnit(tuple(str(node.name) for node in nodes), kind, layer, weights, can_be_integer)
 
     def _weights(self, node: ir.Node) -> Iterator[str]:
         for value in node.inputs:

@@ -66,12 +66,9 @@ def traced(
         )
     shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
     arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
-    return Traced(
-        TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS),
-        stopwatch or Stopwatch(runtime, arrays, num_threads),
-        runtime,
-        tuple(tuple(array.shape) for array in arrays[0]),
-    )
+    graph = TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS)
+    watch = stopwatch or Stopwatch(runtime, arrays, num_threads)
+    return Traced(graph, watch, runtime, tuple(tuple(array.shape) for array in arrays[0]))
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:

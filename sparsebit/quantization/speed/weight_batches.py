@@ -40,11 +40,8 @@ class WeightBatches:
         self.root = root
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
         # A weight that is computed when it is read (parametrizations, hooks) is read once, by its layer.
-        self.layers = [
-            m
-            for m in called
-            if type(m) is WeightedQuantOpr and m.row.name in _ROWS and m.op._parameters.get("weight") is not None
-        ]
+        layers = [m for m in called if type(m) is WeightedQuantOpr and m.row.name in _ROWS]
+        self.layers = [layer for layer in layers if layer.op._parameters.get("weight") is not None]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
         self._served: list[FusedLayer] = []
 
