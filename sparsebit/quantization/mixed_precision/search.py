@@ -6,9 +6,10 @@ import itertools
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +53,8 @@ class SiteBudget:
     fixed: float = 0.0
 
 
+Ties = Sequence[Sequence[str]]
+Scores = Sensitivity | Callable[..., Sensitivity]
 Lists = Mapping[str, Sequence[int]]  # the numbers of bits that each site may have
 Budgets = Mapping[str, float] | Sequence[SiteBudget]
 
@@ -109,7 +112,7 @@ def search_bits(
     method: Method = "gradient",
     loss: Loss | None = None,
     sensitivity: Sensitivity | None = None,
-    ties: Sequence[Sequence[str]] = (),
+    ties: Ties = (),
     time_limit: float = 60.0,
 ) -> BitSearch:
     """Choose the bits of every site of a calibrated model, by an exact integer program; returns a config, changes
@@ -129,8 +132,8 @@ def search_bits(
     >>> smaller = sparsebit.quantize(model, batches, found.config)  # doctest: +SKIP
     """
     start = time.monotonic()
-    options = _Options(weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
-    found = _Search(qmodel, data, [budgets], options).best(budgets)
+    measured = partial(measure, method=method, loss=loss, weight_bits=weight_bits, activation_bits=activation_bits)
+    found = _Search(qmodel, data, [budgets], sensitivity or measured, ties, time_limit).best(budgets)
     return replace(found, seconds=time.monotonic() - start)
 
 
@@ -145,33 +148,22 @@ def pareto_curve(
     method: Method = "gradient",
     loss: Loss | None = None,
     sensitivity: Sensitivity | None = None,
-    ties: Sequence[Sequence[str]] = (),
+    ties: Ties = (),
     time_limit: float = 60.0,
 ) -> list[BitSearch]:
     """The best choice for each limit of one budget, from one measurement of the sensitivity."""
-    options = _Options(weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
+    measured = partial(measure, method=method, loss=loss, weight_bits=weight_bits, activation_bits=activation_bits)
     wishes = [{budget: limit} for limit in limits]
-    search = _Search(qmodel, data, wishes, options)
+    search = _Search(qmodel, data, wishes, sensitivity or measured, ties, time_limit)
     return [search.best(wish) for wish in wishes]
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Those of `search_bits`."""
-
-    weight_bits: Sequence[int]
-    activation_bits: Sequence[int]
-    method: Method
-    loss: Loss | None
-    sensitivity: Sensitivity | None
-    ties: Sequence[Sequence[str]]
-    time_limit: float
 
 
 class _Search:
     """The parts that the integer programs of all wishes share."""
 
-    def __init__(self, qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], options: _Options) -> None:
+    def __init__(
+        self, qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], scores: Scores, ties: Ties, time_limit: float
+    ) -> None:
         data = [data] if isinstance(data, (Tensor, Mapping)) else data
         require_repeatable(data, "search_bits()")
         if qmodel.applied_algorithms:
@@ -179,17 +171,14 @@ class _Search:
                 f"search_bits(): {', '.join(qmodel.applied_algorithms)} has changed the weights for the bits that the "
                 "model has; calibrate it without ALGORITHMS, search, and give them with the config that is found"
             )
-        self.qmodel, self.example, self.time_limit = qmodel, next(iter(data), None), options.time_limit
+        self.qmodel, self.example, self.time_limit = qmodel, next(iter(data), None), time_limit
         if self.example is None:
             raise CalibrationError("search_bits() was given no data; give the calibration batches, in a list")
         (call,) = calls([self.example], qmodel.original, qmodel.device)
         self.facts = facts_of(qmodel.model, qmodel.plan, qmodel, call)
         for wish in wishes:
             _check_names(wish)
-        bits: Any = {"weight_bits": options.weight_bits, "activation_bits": options.activation_bits}
-        self.sensitivity = options.sensitivity or measure(
-            qmodel, data, method=options.method, loss=options.loss, **bits
-        )
+        self.sensitivity = scores if isinstance(scores, Sensitivity) else scores(qmodel, data)
         self.scores = self.sensitivity.scores
         require_sites(self.scores, qmodel.plan)
         rows = [row for row in self.scores.values() if len(row) > 1]
@@ -205,7 +194,7 @@ class _Search:
             for kind in (True, False)
         }
         self.lists = {site: choices[is_weight[site]] for site in self.scores}  # the numbers of bits it may have
-        self.ties = [*_ties(self.facts, qmodel.config.BACKEND), *self._given_ties(options.ties)]
+        self.ties = [*_ties(self.facts, qmodel.config.BACKEND), *self._given_ties(ties)]
 
     def best(self, wish: Budgets) -> BitSearch:
         lists, qmodel = self.lists, self.qmodel
@@ -269,7 +258,7 @@ class _Search:
         quantized = sum(sum(row.values()) for row in _weight_costs(self.facts, own).values())
         return max(0, sum(parameter.bytes for parameter in self.qmodel.coverage.parameters) - int(quantized))
 
-    def _given_ties(self, ties: Sequence[Sequence[str]]) -> list[list[str]]:
+    def _given_ties(self, ties: Ties) -> list[list[str]]:
         """The sites of each tie; weights and activations separately."""
         found: list[list[str]] = []
         for globs in ties:
