@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.numerics.fake_quant.operator import Found
+from sparsebit.numerics.fake_quant.gradients import Found
 
 _gelu_backward = torch.ops.aten.gelu_backward.default
 _silu_backward = torch.ops.aten.silu_backward.default

@@ -18,8 +18,7 @@ def is_power_of_two(size: int) -> bool:
 
 def rotate_blocks(x: Tensor, size: int) -> Tensor:
     """`x R` along the last axis, with blocks of `size` channels, in the type of `x`; its own inverse."""
-    if not is_power_of_two(size) or x.shape[-1] % size:
-        raise ValueError(f"blocks of {size} of {x.shape[-1]} channels: a power of two that divides them is needed")
+    assert is_power_of_two(size) and x.shape[-1] % size == 0, f"blocks of {size} of {x.shape[-1]} channels"
     values = x.reshape(-1, size)
     half = 1
     while half < size:  # the fast transform: log2(size) sums and differences of all values

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+Three = tuple[Tensor, Tensor, Tensor]  # of both operands and of the result
+
 
 def codes_from_zero(x: Tensor, scale: Tensor) -> Tensor:
     """`q - zero_point` of values that are on the grid already, as whole float numbers."""
@@ -29,13 +31,7 @@ def requantized(accumulator: Tensor, multiplier: Tensor, scale: Tensor) -> Tenso
     return accumulator.mul_(multiplier).round_().mul_(scale)
 
 
-def add(
-    a: Tensor,
-    b: Tensor,
-    scales: tuple[Tensor, Tensor, Tensor],
-    zero_points: tuple[Tensor, Tensor, Tensor],
-    machine: str | None = None,
-) -> Tensor:
+def add(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: str | None = None) -> Tensor:
     """`QLinearAdd` of two tensors on their grids: the sum on the grid of the output, not clipped yet.
 
     Arm adds in fixed point and rounds halves away from zero, or in float32 if the scales are too far apart for that;
@@ -44,7 +40,7 @@ def add(
     """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
     ratio_a, ratio_b = _float32(scale_a / scale_c), _float32(scale_b / scale_c)
-    codes_a, codes_b = (codes_from_zero(x, scale) for x, scale in zip((a, b), scales[:2], strict=True))
+    codes_a, codes_b = codes_from_zero(a, scales[0]), codes_from_zero(b, scales[1])
     zero_a, zero_b, zero_c = (float(zero_point.round()) for zero_point in zero_points)
     if _is_arm(machine):
         fixed = _fixed_point(ratio_a, ratio_b)
@@ -63,22 +59,15 @@ def add(
     return _on_grid(total.round_().sub_(zero_c), scales[2], a)
 
 
-def multiply(
-    a: Tensor,
-    b: Tensor,
-    scales: tuple[Tensor, Tensor, Tensor],
-    zero_points: tuple[Tensor, Tensor, Tensor],
-    machine: str | None = None,
-) -> Tensor:
+def multiply(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: str | None = None) -> Tensor:
     """`QLinearMul`: the product on the grid of the output, not clipped yet; rounded with the zero point added.
 
     Arm adds the zero point in the same step (fused multiply-add), x86 in a second one.
     """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
     multiplier = _float32(_float32(scale_a * scale_b) / scale_c)
-    codes_a, codes_b = (codes_from_zero(x, scale) for x, scale in zip((a, b), scales[:2], strict=True))
     zero_c = float(zero_points[2].round())
-    product = codes_a.mul(codes_b).double().mul_(multiplier)
+    product = codes_from_zero(a, scales[0]).mul(codes_from_zero(b, scales[1])).double().mul_(multiplier)
     if not _is_arm(machine):
         product = product.float()
     total = product.add_(zero_c).float()
@@ -102,17 +91,11 @@ def _is_arm(machine: str | None) -> bool:
 @lru_cache(maxsize=1024)
 def _fixed_point(ratio_a: float, ratio_b: float) -> tuple[int, int, int] | None:
     """(shift, multipliers of 22 bits); None if the ratios of the scales are too far apart for it."""
-    smallest, largest = 2.0**-14, 256.0
-    if not all(smallest <= ratio < largest for ratio in (ratio_a, ratio_b)):
+    if not all(2.0**-14 <= ratio < 256.0 for ratio in (ratio_a, ratio_b)):
         return None
-    exponent = math.frexp(max(ratio_a, ratio_b))[1] - 1
-    shift = 21 - exponent
-    if not 13 <= shift <= 31:
-        return None
-    multipliers = [round(_float32(ratio * 2.0**shift)) for ratio in (ratio_a, ratio_b)]
-    if max(multipliers) >= 1 << 22:
-        return None
-    return shift, multipliers[0], multipliers[1]
+    shift = 22 - math.frexp(max(ratio_a, ratio_b))[1]
+    first, second = (round(_float32(ratio * 2.0**shift)) for ratio in (ratio_a, ratio_b))
+    return (shift, first, second) if 13 <= shift <= 31 and max(first, second) < 1 << 22 else None
 
 
 def _float32(value: float) -> float:

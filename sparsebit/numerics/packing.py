@@ -34,12 +34,18 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     >>> pack(torch.tensor([[1, 2, 3, 0, 0, 0, 0, 0]]), bits=4)
     tensor([[801]], dtype=torch.int32)
     """
-    _check_bits(bits)
-    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
-        raise SpecError(f"codes from {int(codes.min())} to {int(codes.max())}: {bits} bits hold 0 to {(1 << bits) - 1}")
+    low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
+    if not 1 <= bits <= MAX_PACKED_BITS or not 0 <= low <= high < 1 << bits:
+        raise SpecError(
+            f"codes from {low} to {high} in {bits} bits: allowed: 1 to {MAX_PACKED_BITS} bits, codes of 0 to 2^bits - 1"
+        )
     count = codes.shape[-1]
-    if 8 % bits == 0 and sys.byteorder == "little":
-        return _pack_bytes(codes, bits)
+    if 8 % bits == 0 and sys.byteorder == "little":  # no code crosses the border of a byte
+        parts = pad(codes.to(torch.uint8), (0, -count % (WORD // bits))).unflatten(-1, (-1, 8 // bits))
+        octets: Tensor = parts[..., 0].clone()
+        for place in range(1, 8 // bits):
+            octets |= parts[..., place] << (place * bits)
+        return octets.contiguous().view(torch.int32)  # a copy of transposed codes is transposed too
     padded = pad(codes.to(torch.int64), (0, -count % WORD)).unflatten(-1, (-1, WORD))
     words = padded.new_zeros(*padded.shape[:-1], bits)
     for place in range(WORD):
@@ -54,17 +60,20 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
     """The codes of `pack` as uint8, `(..., num_codes)`."""
-    _check_bits(bits)
-    if words.dtype != torch.int32 or words.shape[-1] != num_words(num_codes, bits):
+    if words.dtype != torch.int32 or words.shape[-1] != num_words(num_codes, bits) or bits not in range(1, 9):
         raise SpecError(
-            f"words of type {words.dtype} and shape {tuple(words.shape)}: {num_codes} codes of {bits} bits are "
-            f"{num_words(num_codes, bits)} words of int32 a row"
+            f"words of type {words.dtype} and shape {tuple(words.shape)}: {num_codes} codes of {bits} bits (allowed: 1 "
+            f"to {MAX_PACKED_BITS}) are {num_words(num_codes, bits)} words of int32 a row"
         )
-    if 8 % bits == 0 and sys.byteorder == "little":
-        return _unpack_bytes(words, bits)[..., :num_codes]
+    mask = (1 << bits) - 1
+    if 8 % bits == 0 and sys.byteorder == "little":  # no code crosses the border of a byte
+        # Not `contiguous()`: transposed words of one column keep a stride that cannot be viewed as bytes.
+        octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+        if bits < 8:
+            octets = torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
+        return octets[..., :num_codes]
     padded = pad(words, (0, -words.shape[-1] % bits)).unflatten(-1, (-1, bits))
     codes = torch.empty(*padded.shape[:-1], WORD, dtype=torch.uint8, device=words.device)
-    mask = (1 << bits) - 1
     for place in range(WORD):
         word, shift = divmod(place * bits, WORD)
         found = padded[..., word] >> shift
@@ -73,28 +82,3 @@ def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
             found = (found & ((1 << own) - 1)) | (padded[..., word + 1] << own)
         codes[..., place] = found & mask
     return codes.flatten(-2)[..., :num_codes]
-
-
-def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
-    """For codes that do not cross the border of a byte."""
-    per_byte = 8 // bits
-    parts = pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (WORD // bits))).unflatten(-1, (-1, per_byte))
-    octets: Tensor = parts[..., 0].clone()
-    for place in range(1, per_byte):
-        octets |= parts[..., place] << (place * bits)
-    return octets.contiguous().view(torch.int32)  # a copy of transposed codes is transposed too
-
-
-def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
-    """For codes that do not cross the border of a byte."""
-    # Not `contiguous()`: transposed words of one column keep a stride that cannot be viewed as bytes.
-    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-    if bits == 8:
-        return octets
-    mask = (1 << bits) - 1
-    return torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
-
-
-def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= MAX_PACKED_BITS:
-        raise SpecError(f"packing of {bits} bits: allowed: 1 to {MAX_PACKED_BITS}")

@@ -7,7 +7,6 @@ Scales and zero points are flat float32 tensors with one number per row of `spec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,14 +16,11 @@ from sparsebit.errors import BackendError, CalibrationError, SpecError
 from sparsebit.numerics.spec import Granularity, TensorSpec, axis_in, num_rows, scale_shape
 
 # The smallest scale: subnormal numbers are flushed to zero by many devices, and x / 0 has no code.
+QParams = tuple[Tensor, Tensor]  # scales and zero points
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
-Role = Literal["weight", "activation", "weight_only"]
 
-
-def qparams_from_range(
-    min_val: Tensor, max_val: Tensor, spec: TensorSpec, *, check: bool = True
-) -> tuple[Tensor, Tensor]:
+def qparams_from_range(min_val: Tensor, max_val: Tensor, spec: TensorSpec, *, check: bool = True) -> QParams:
     """Scale and zero point (float32, the shape of `min_val`) of the grid that holds `[min_val, max_val]` and zero.
 
     symmetric: `scale = max(min/qmin, max/qmax)`, the smallest that clips neither end; zero point 0.
@@ -34,14 +30,18 @@ def qparams_from_range(
     positive code: its scale is the lower end. `check=False` skips the check of the values, which waits for a GPU.
     """
     if min_val.shape != max_val.shape:
-        raise SpecError(
-            f"range of shapes {tuple(min_val.shape)} and {tuple(max_val.shape)}: both ends need the same shape"
-        )
+        raise SpecError(f"range of shapes {tuple(min_val.shape)} and {tuple(max_val.shape)}: give both ends the same")
     # float64: max - min of two finite float32 may overflow, and the scale is then the correctly rounded one.
-    low = min_val.detach().to(torch.float64)
-    high = max_val.detach().to(torch.float64)
+    low, high = min_val.detach().to(torch.float64), max_val.detach().to(torch.float64)
     if check:
-        _check_range(low, high)
+        # One test, hence one device synchronisation, on the good path; NaN fails the comparison too.
+        good = (low <= high) & torch.isfinite(low) & torch.isfinite(high)
+        if not bool(good.all()):
+            raise CalibrationError(
+                f"range [{_first(low, ~good):g}, {_first(high, ~good):g}] in {int((~good).sum())} of {good.numel()} "
+                "rows: both ends must be finite and in order; look for NaN or infinity in the weights and in the "
+                "calibration data"
+            )
     low, high = low.clamp(max=0), high.clamp(min=0)
     if not spec.symmetric:
         scale = (high - low) / (spec.qmax - spec.qmin)
@@ -90,15 +90,11 @@ def check_num_params(num_params: int, shape: Sequence[int], granularity: Granula
         )
 
 
-def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str, role: Role | None = None) -> None:
-    """Raise for numbers that `backend` cannot run; the message contains the site's name.
-
-    `role` chooses the rules (`sparsebit.backends`); without it the format must suit at least one kind of tensor.
-    """
+def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str) -> None:
+    """Raise for numbers that `backend` cannot run for any kind of tensor; the message contains the site's name."""
     if backend not in BACKENDS:
         raise BackendError(f"backend {backend!r} at {site}: allowed: {', '.join(BACKENDS)}")
-    roles: tuple[Role, ...] = (role,) if role else ("weight", "activation", "weight_only")
-    rules = [getattr(BACKENDS[backend], name) for name in roles]
+    rules = [getattr(BACKENDS[backend], name) for name in ("weight", "activation", "weight_only")]
     if not any(
         spec.bits in rule.bits
         and spec.granularity.kind in rule.granularities
@@ -113,33 +109,29 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str,
     if backend == "virtual":
         return
     codes = zero_point.detach().round()
-    if all(rule.symmetric == {True} for rule in rules) and bool(codes.count_nonzero()):
-        raise BackendError(
-            f"zero point {_first(codes, codes != 0)} at {site}: {backend} runs zero points of 0 only; "
-            "use a symmetric QSCHEME, or set BACKEND: virtual"
-        )
-    outside = (codes < spec.qmin) | (codes > spec.qmax)
+    is_zero = all(rule.symmetric == {True} for rule in rules)
+    low, high = (0, 0) if is_zero else (spec.qmin, spec.qmax)
+    outside = (codes < low) | (codes > high)
     if bool(outside.any()):
+        advice = "use a symmetric QSCHEME" if is_zero else "clamp the learned zero point"
         raise BackendError(
-            f"zero point {_first(codes, outside)} at {site}: {backend} stores it as {spec.dtype_name}, "
-            f"allowed: {spec.qmin} to {spec.qmax}; clamp the learned zero point, or set BACKEND: virtual"
+            f"zero point {_first(codes, outside)} at {site}: {backend} stores {spec.dtype_name} with zero points from "
+            f"{low} to {high}; {advice}, or set BACKEND: virtual"
         )
 
 
-def checked_qparams(
-    scale: Tensor, zero_point: Tensor, spec: TensorSpec, num_scales: int | None, site: str
-) -> tuple[Tensor, Tensor]:
+def checked_qparams(scale: Tensor, zero_point: Tensor, spec: TensorSpec, num_scales: int | None, site: str) -> QParams:
     """A given scale and zero point, one of each per scale: `()` or `(num_scales,)`; raises for impossible numbers.
 
     `num_scales`: how many there are; None: as many as are given. A single number applies to all of them.
     """
-    if not bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all()):
-        raise CalibrationError(f"{site}: scale {scale.min():g}: a scale is finite and at least {SMALLEST_SCALE:g}")
     low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
-    if not bool(((zero_point >= low) & (zero_point <= high)).all()):
-        allowed = "0, as the format is symmetric" if spec.symmetric else f"{low} to {high}"
-        shown = "..".join(dict.fromkeys(f"{end:g}" for end in (zero_point.min(), zero_point.max())))
-        raise CalibrationError(f"{site}: zero point {shown} with {spec.dtype_name}; allowed: {allowed}")
+    is_possible = bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all())
+    if not is_possible or not bool(((zero_point >= low) & (zero_point <= high)).all()):
+        raise CalibrationError(
+            f"{site}: scale from {scale.min():g}, zero point {zero_point.min():g}..{zero_point.max():g} with "
+            f"{spec.dtype_name}; allowed: finite scales from {SMALLEST_SCALE:g} on, zero points {low} to {high}"
+        )
     wanted = num_scales or max(scale.numel(), zero_point.numel())
     for numel in (scale.numel(), zero_point.numel()):
         if numel not in (1, wanted):
@@ -147,17 +139,6 @@ def checked_qparams(
             raise SpecError(f"{site}: {numel} scales or zero points with {spec.granularity}; allowed: {allowed}")
     shape = (wanted,) if wanted > 1 else ()
     return scale.reshape(-1).expand(wanted).reshape(shape), zero_point.reshape(-1).expand(wanted).reshape(shape)
-
-
-def _check_range(low: Tensor, high: Tensor) -> None:
-    # One test, hence one device synchronisation, on the good path; NaN fails the comparison too.
-    good = (low <= high) & torch.isfinite(low) & torch.isfinite(high)
-    if not bool(good.all()):
-        bad = ~good
-        raise CalibrationError(
-            f"range [{_first(low, bad):g}, {_first(high, bad):g}] in {int(bad.sum())} of {bad.numel()} rows: "
-            "both ends must be finite and in order; look for NaN or infinity in the weights and in the calibration data"
-        )
 
 
 def _first(values: Tensor, where: Tensor) -> float:

@@ -59,9 +59,7 @@ class PerGroup:
 
     def __post_init__(self) -> None:
         _check_int("PerGroup.axis", self.axis)
-        _check_int("PerGroup.size", self.size)
-        if self.size < 1:
-            raise SpecError(f"PerGroup.size={self.size}: a group holds 1 element or more; 32, 64 and 128 are usual")
+        _check_int("PerGroup.size", self.size, 1)  # 32, 64 and 128 are usual
 
 
 Granularity: TypeAlias = PerTensor | PerChannel | PerGroup
@@ -92,40 +90,28 @@ class TensorSpec:
     qmax: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_int("TensorSpec.bits", self.bits)
-        if not MIN_BITS <= self.bits <= MAX_BITS:
-            raise SpecError(f"TensorSpec.bits={self.bits}: no such format; allowed: {MIN_BITS} to {MAX_BITS}")
-        if not isinstance(self.symmetric, bool):
-            raise SpecError(f"TensorSpec.symmetric={self.symmetric!r}: allowed: True, False")
-        if self.narrow and (not self.symmetric or self.bits == 1):
-            raise SpecError(
-                f"TensorSpec.narrow with {self.dtype_name}: only symmetric formats of 2 bits or more have it"
-            )
-        if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
-            raise SpecError(
-                f"TensorSpec.granularity={self.granularity!r}: "
-                "allowed: PerTensor(), PerChannel(axis), PerGroup(axis, size)"
-            )
-        if self.format not in FORMATS:
-            raise SpecError(f"TensorSpec.format={self.format!r}: allowed: {', '.join(FORMATS)}")
+        _check_int("TensorSpec.bits", self.bits, MIN_BITS, MAX_BITS)
+        granularities = "PerTensor(), PerChannel(axis), PerGroup(axis, size)"
+        for name, is_known, allowed in (
+            ("symmetric", isinstance(self.symmetric, bool), "True, False"),
+            ("granularity", isinstance(self.granularity, PerTensor | PerChannel | PerGroup), granularities),
+            ("format", self.format in FORMATS, ", ".join(FORMATS)),
+        ):
+            if not is_known:
+                raise SpecError(f"TensorSpec.{name}={getattr(self, name)!r}: allowed: {allowed}")
         rules = FORMATS[self.format]
         is_held = self.bits in rules.bits and self.granularity.kind in rules.granularities
-        if not is_held or self.symmetric not in rules.symmetric or (self.narrow and self.format != "integer"):
+        has_narrow = self.format == "integer" and self.symmetric and self.bits > 1
+        if not is_held or self.symmetric not in rules.symmetric or (self.narrow and not has_narrow):
             raise SpecError(
                 f"TensorSpec.format={self.format!r} with {self.bits} bits, symmetric={self.symmetric}, "
-                f"narrow={self.narrow}, {self.granularity}: {rules.advice}"
+                f"narrow={self.narrow}, {self.granularity}: {rules.advice}; narrow: symmetric integers from 2 bits on"
             )
-        qmin, qmax = self._ends()
+        half = 1 << self.bits - 1
+        ends = (-half + self.narrow, half - 1) if self.symmetric else (0, 2 * half - 1)
+        qmin, qmax = (-LARGEST_FLOAT8, LARGEST_FLOAT8) if self.format == "float8" else ends
         object.__setattr__(self, "qmin", qmin)  # read at every forward: fields, not properties
         object.__setattr__(self, "qmax", qmax)
-
-    def _ends(self) -> tuple[int, int]:
-        if self.format == "float8":
-            return -LARGEST_FLOAT8, LARGEST_FLOAT8
-        if not self.symmetric:
-            return 0, (1 << self.bits) - 1
-        half = 1 << self.bits - 1
-        return -half + self.narrow, half - 1
 
     @property
     def num_levels(self) -> int:
@@ -158,10 +144,9 @@ def to_rows(x: Tensor, granularity: Granularity) -> Tensor:
     if granularity.axis is None:
         return x.reshape(1, -1) if x.is_contiguous() else x.permute(_memory_order(x)).reshape(1, -1)
     axis = axis_in(granularity, x.ndim)
-    if isinstance(granularity, PerChannel):
-        num_channels = x.shape[axis]
+    if granularity.size == 0:
         rows = x.permute(axis, *_memory_order(x, skip=axis))
-        return rows.reshape(num_channels, x.numel() // max(num_channels, 1))
+        return rows.reshape(x.shape[axis], x.numel() // max(x.shape[axis], 1))
     groups = torch.unflatten(pad_groups(x, axis, granularity.size), axis, (-1, granularity.size))
     return groups.movedim(axis + 1, -1).reshape(-1, granularity.size)
 
@@ -176,7 +161,7 @@ def scale_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ..
     if granularity.axis is None:
         return ()
     axis = axis_in(granularity, len(shape))
-    if isinstance(granularity, PerChannel):
+    if granularity.size == 0:
         return (shape[axis],)
     return (*shape[:axis], -(-shape[axis] // granularity.size), *shape[axis + 1 :])
 
@@ -204,6 +189,6 @@ def _memory_order(x: Tensor, skip: int | None = None) -> list[int]:
     return sorted((dim for dim in range(x.ndim) if dim != skip), key=lambda dim: -strides[dim])
 
 
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise SpecError(f"{name}={value!r}: a whole number is needed, not {type(value).__name__}")
+def _check_int(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise SpecError(f"{name}={value!r}: allowed: whole numbers from {low} to {high}")

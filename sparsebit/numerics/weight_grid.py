@@ -57,13 +57,8 @@ class Grid:
         first.scatter_reduce_(0, number, torch.arange(len(number), device=number.device), "amin")
         index = self.index[..., first].mT.contiguous()
         has_none = self.spec.symmetric and not bool(self.zero_point.any())
-        return Lines(
-            self.scale[index],
-            None if has_none else self.zero_point[index],
-            number.expand(self.index.shape[0], -1),
-            index,
-            self,
-        )
+        zero_point = None if has_none else self.zero_point[index]
+        return Lines(self.scale[index], zero_point, number.expand(self.index.shape[0], -1), index, self)
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,9 @@ class Lines:
         flat[self.index] = scale
         return replace(self, scale=scale, grid=replace(self.grid, scale=flat))
 
-    def sum_by_scale(self, per_row: Tensor, sets: slice = slice(None)) -> Tensor:
-        """`(groups, sets, rows)` summed over all elements that share a scale, `(num_scales,)`."""
-        index = self.index[:, sets].flatten()
-        return torch.zeros_like(self.grid.scale).index_add_(0, index, per_row.flatten())
+    def sum_by_scale(self, per_row: Tensor, index: Tensor) -> Tensor:
+        """The sum of all numbers that share a scale, `(num_scales,)`; `index`: the number of each one's scale."""
+        return torch.zeros_like(self.grid.scale).index_add_(0, index.flatten(), per_row.flatten())
 
     def rows_share_scales(self) -> bool:
         num_rows = self.index.shape[0] * self.index.shape[2]
@@ -164,11 +158,8 @@ class Spread:
 
     def by_column(self) -> list[Spread]:
         """One for each column, `(groups, rows)`."""
-        scales = self.scale.unbind(1)
-        if isinstance(self.low, Tensor) and isinstance(self.high, Tensor):
-            ends = zip(scales, self.low.unbind(1), self.high.unbind(1), strict=True)
-            return [Spread(scale, low, high, self.spec) for scale, low, high in ends]
-        return [Spread(scale, self.low, self.high, self.spec) for scale in scales]
+        columns = zip(*(tensor.unbind(1) for tensor in self.tensors()), strict=True)
+        return [Spread.of(self.spec, parts) for parts in columns]
 
 
 def set_numbers(grid: Grid) -> Tensor:

@@ -25,7 +25,7 @@ def test_two_by_two() -> None:
 
 def test_sizes_are_checked() -> None:
     assert [size for size in range(10) if is_power_of_two(size)] == [1, 2, 4, 8]
-    with pytest.raises(ValueError, match="blocks of 6"):
+    with pytest.raises(AssertionError, match="blocks of 6"):
         rotate_blocks(torch.zeros(12), 6)
-    with pytest.raises(ValueError, match="blocks of 8 of 12"):
+    with pytest.raises(AssertionError, match="blocks of 8 of 12"):
         rotate_blocks(torch.zeros(12), 8)

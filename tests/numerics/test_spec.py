@@ -55,9 +55,9 @@ def test_other_fields_are_checked_too() -> None:
         TensorSpec(8, 1)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"granularity='channel': allowed: PerTensor"):
         TensorSpec(8, True, "channel")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"PerGroup.size=0: a group holds 1 element or more"):
+    with pytest.raises(SpecError, match=r"PerGroup.size=0: allowed: whole numbers from 1"):
         PerGroup(1, 0)
-    with pytest.raises(SpecError, match=r"PerChannel.axis=None: a whole number"):
+    with pytest.raises(SpecError, match=r"PerChannel.axis=None: allowed: whole numbers"):
         PerChannel(None)  # type: ignore[arg-type]
 
 

@@ -13,13 +13,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparsebit.errors import BudgetError, MissingExtraError
 
 Row = tuple[dict[int, float], float, float]  # coefficients by variable, lowest and highest sum
+Numbers = Sequence[float]
 # The solver's tolerances are absolute (1e-6): the cost of the best choice is scaled to this magnitude.
 _MAGNITUDE = 1000.0
 
@@ -45,13 +46,14 @@ class Found:
 class Solver:
     """One objective under given limits."""
 
-    def __init__(
-        self, program: Program, objective: Sequence[float], limits: Sequence[float], time_limit: float
-    ) -> None:
-        self.optimize, self.sparse = _scipy()
+    def __init__(self, program: Program, objective: Numbers, limits: Numbers, time_limit: float) -> None:
+        try:
+            from scipy import optimize, sparse
+        except Exception:  # a broken package raises anything
+            raise MissingExtraError("scipy", "search", "choosing under budgets") from None
+        self.optimize, self.sparse = optimize, sparse
         self.program, self.objective = program, objective
-        self.ends_at = time.monotonic() + time_limit
-        self.time_limit = time_limit
+        self.ends_at, self.time_limit = time.monotonic() + time_limit, time_limit
         self.rows = list(program.rows)
         for spending, limit in zip(program.spending, limits, strict=True):
             if spending and not math.isinf(limit):
@@ -68,18 +70,11 @@ class Solver:
         if bounded:
             given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
         # No upper end of 1, which the rows imply already: it could absorb an option's reduced cost.
-        upper = [0.0 if place in self.program.barred else None for place in range(self.program.num_variables)]
-        found = self._run(
-            self.optimize.linprog,
-            [value * scale for value in self.objective],
-            bounds=[(0.0, end) for end in upper],
-            method="highs",
-            **given,
-        )
-        if found.status == 2:
+        ends = [(0.0, 0.0 if place in self.program.barred else None) for place in range(self.program.num_variables)]
+        costs = [value * scale for value in self.objective]
+        found = self._run(self.optimize.linprog, costs, bounds=ends, method="highs", **given)
+        if found is None:
             return None
-        if found.status != 0:
-            raise self._out_of_time(found.message)
         # A variable that is 0 has its reduced cost at its lower end; one that is not 0 may not be left out.
         reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
         return float(found.fun) / scale, reduced
@@ -88,50 +83,44 @@ class Solver:
         """The best choice among the options at `kept`; None if there is none. `least`: of the relaxed program."""
         program = self.program
         size = max(abs(least), 1e-9 * max(self.objective)) or 1.0
-        upper = self._upper(kept)
+        num_pairs = program.num_variables - program.num_binary
+        upper = [float(place in kept and place not in program.barred) for place in range(program.num_binary)]
+        upper += [1.0] * num_pairs
         constraints = self.optimize.LinearConstraint(
             self._matrix(self.rows), [low for _, low, _ in self.rows], [high for *_, high in self.rows]
         )
         found = self._run(
             self.optimize.milp,
             [value * _MAGNITUDE / size for value in self.objective],
-            integrality=[1] * program.num_binary + [0] * (program.num_variables - program.num_binary),
+            integrality=[1] * program.num_binary + [0] * num_pairs,
             bounds=self.optimize.Bounds([0.0] * len(upper), upper),
             constraints=constraints,
             gap=gap,
         )
-        if found.status == 2:
+        if found is None:
             return None
-        if found.x is None:
-            raise self._out_of_time(found.message)
         chosen = tuple(place for place in range(program.num_binary) if found.x[place] > 0.5)
         bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
         return Found(chosen, float(bound) * size / _MAGNITUDE)
 
     def _run(self, solve: Any, *args: Any, gap: float | None = None, **kwargs: Any) -> Any:
+        """The result; None if there is no solution. An integer program that ran out of time may have one."""
         options = {"time_limit": max(0.1, self.ends_at - time.monotonic())}
         if gap is not None:  # the default is 1e-4
             options["mip_rel_gap"] = gap
         with _without_prints():
-            return solve(*args, options=options, **kwargs)
+            found = solve(*args, options=options, **kwargs)
+        if found.status != 2 and (found.x is None or (gap is None and found.status != 0)):
+            raise BudgetError(
+                f"no choice was found in {self.time_limit:g} s ({found.message}); raise time_limit, or use fewer "
+                "options per item or fewer budgets"
+            )
+        return None if found.status == 2 else found
 
     def _matrix(self, rows: Sequence[Row]) -> Any:
         places = [(number, place, value) for number, (row, *_) in enumerate(rows) for place, value in row.items()]
         numbers, columns, values = zip(*places, strict=True)
         return self.sparse.csr_array((values, (numbers, columns)), shape=(len(rows), self.program.num_variables))
-
-    def _upper(self, kept: Iterable[int]) -> list[float]:
-        upper = [0.0] * self.program.num_binary + [1.0] * (self.program.num_variables - self.program.num_binary)
-        for place in kept:
-            if place not in self.program.barred:
-                upper[place] = 1.0
-        return upper
-
-    def _out_of_time(self, message: str) -> BudgetError:
-        return BudgetError(
-            f"no choice was found in {self.time_limit:g} s ({message}); raise time_limit, or use fewer options "
-            "per item or fewer budgets"
-        )
 
 
 @contextlib.contextmanager
@@ -155,11 +144,3 @@ def _without_prints() -> Iterator[None]:
             lines = [line for line in kept if not line.startswith(b"Highs")]
             os.write(stdout, b"".join(lines))
             os.close(stdout)
-
-
-def _scipy() -> tuple[Any, Any]:
-    try:
-        from scipy import optimize, sparse
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("scipy", "search", "choosing under budgets") from None
-    return optimize, sparse

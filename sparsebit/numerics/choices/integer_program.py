@@ -12,7 +12,9 @@ sums over k and over l are the items' own variables. The solver is HiGHS, in sci
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +23,7 @@ from sparsebit.numerics.choices.highs_solver import Row, Solver
 from sparsebit.numerics.choices.reduced_costs import option_bounds
 
 Pair = tuple[str, str]
+Costs = Mapping[str, Sequence[float]]  # of each option of each item
 # Options beyond one per item that the integer program is tried with first.
 _CORE = 64
 # How near to the best of these the first choice must be: it only serves to exclude options.
@@ -39,7 +42,7 @@ class Budget:
 
     name: str
     limit: float
-    costs: Mapping[str, Sequence[float]]
+    costs: Costs
     pair_costs: Mapping[Pair, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def spent(self, options: Mapping[str, int]) -> float:
@@ -67,21 +70,20 @@ class Solution:
 
 
 def choose(
-    costs: Mapping[str, Sequence[float]],
+    costs: Costs,
     budgets: Sequence[Budget] = (),
     *,
     ties: Iterable[Iterable[str]] = (),
-    forbidden: Mapping[Pair, Iterable[tuple[int, int]]] | None = None,
     gap: float = 0.0,
     time_limit: float = 60.0,
 ) -> Solution:
     """The cheapest option of each item, within all budgets.
 
     `costs[item][option]`: infinity for an option that the item must not take. `ties`: items that must take the same
-    option. `forbidden[(a, b)]`: pairs of options that two items must not take together. `gap`: a choice that is proven
-    to be as near to the best as this (0.001: 0.1 %) is good enough. `time_limit`: seconds, after which the best choice
-    so far is returned; its own `gap` is the proven one. Budgets that cannot be kept are a `BudgetError` that names
-    the least that can be reached. Deterministic, unless the time limit ends the search.
+    option. `gap`: a choice that is proven to be as near to the best as this (0.001: 0.1 %) is good enough.
+    `time_limit`: seconds, after which the best choice so far is returned; its own `gap` is the proven one. Budgets
+    that cannot be kept are a `BudgetError` that names the least that can be reached. Deterministic, unless the time
+    limit ends the search.
 
     >>> costs = {"a": [9.0, 2.0, 0.0], "b": [2.0, 1.0, 0.0]}
     >>> size = Budget("bytes", 12, {"a": [2, 4, 8], "b": [2, 4, 8]})
@@ -89,8 +91,8 @@ def choose(
     {'a': 2, 'b': 1}
     """
     groups = _merged(costs, ties)
-    _check(costs, budgets, groups, forbidden or {})
-    program = _Program(costs, budgets, groups, forbidden or {})
+    _check(costs, budgets, groups)
+    program = _Program(costs, budgets, groups)
     found = program.solve(gap, time_limit)
     if found is None:
         raise BudgetError(_why_not(program, budgets, time_limit))
@@ -102,55 +104,39 @@ def choose(
 class _Program:
     """The program in the solver's form: a variable per option of each group of tied items, then those of pairs."""
 
-    def __init__(
-        self,
-        costs: Mapping[str, Sequence[float]],
-        budgets: Sequence[Budget],
-        groups: Mapping[str, str],
-        forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
-    ) -> None:
+    def __init__(self, costs: Costs, budgets: Sequence[Budget], groups: Mapping[str, str]) -> None:
         self.groups, self.budgets = groups, budgets
         self.num_options = {group: len(costs[group]) for group in groups.values()}
-        self.first: dict[str, int] = {}  # the first variable of each group
-        self.num_variables = 0
-        for group, count in self.num_options.items():
-            self.first[group] = self.num_variables
-            self.num_variables += count
-        self.num_binary = self.num_variables
+        *starts, self.num_binary = itertools.accumulate(self.num_options.values(), initial=0)
+        self.first = dict(zip(self.num_options, starts, strict=True))  # the first variable of each group
+        self.num_variables = self.num_binary
         self.objective = [0.0] * self.num_variables
         for item, row in costs.items():
             for option, cost in enumerate(row):
                 self.objective[self.first[groups[item]] + option] += cost
         self.pairs: dict[Pair, int] = {}  # the first variable of each pair of groups
-        self.rows: list[Row] = []
-        for group, count in self.num_options.items():
-            self.rows.append(({self.first[group] + option: 1.0 for option in range(count)}, 1.0, 1.0))
+        self.rows: list[Row] = [
+            (dict.fromkeys(range(self.first[group], self.first[group] + count), 1.0), 1.0, 1.0)
+            for group, count in self.num_options.items()
+        ]
         self.barred = {place for place, cost in enumerate(self.objective) if math.isinf(cost)}
         self.objective = [0.0 if math.isinf(cost) else cost for cost in self.objective]
         self.spending = [self._coefficients(budget) for budget in budgets]
-        for (a, b), options in forbidden.items():
-            for i, j in options:
-                self._forbid(a, i, b, j)
 
     def _coefficients(self, budget: Budget) -> dict[int, float]:
-        found: dict[int, float] = {}
-
-        def add(place: int, value: float) -> None:
-            if value:
-                found[place] = found.get(place, 0.0) + float(value)
-
+        found: dict[int, float] = defaultdict(float)
         for item, row in budget.costs.items():
             for option, cost in enumerate(row):
-                add(self.first[self.groups[item]] + option, cost)
+                found[self.first[self.groups[item]] + option] += cost
         for (a, b), table in budget.pair_costs.items():
             one, other = self.groups[a], self.groups[b]
             for i, row in enumerate(table):
                 for j, cost in enumerate(row):
                     if one != other:
-                        add(self._pair(one, other, i, j), cost)
+                        found[self._pair(one, other, i, j)] += cost
                     elif i == j:
-                        add(self.first[one] + i, cost)
-        return found
+                        found[self.first[one] + i] += cost
+        return {place: float(value) for place, value in found.items() if value}
 
     def _pair(self, one: str, other: str, i: int, j: int) -> int:
         """The variable that is 1 if both groups take these options."""
@@ -161,20 +147,10 @@ class _Program:
             start = self.pairs[one, other] = self.num_variables
             self.num_variables += n * m
             self.objective += [0.0] * (n * m)
-            for k in range(n):
-                row = {start + k * m + option: 1.0 for option in range(m)}
-                self.rows.append((row | {self.first[one] + k: -1.0}, 0.0, 0.0))
-            for k in range(m):
-                row = {start + option * m + k: 1.0 for option in range(n)}
-                self.rows.append((row | {self.first[other] + k: -1.0}, 0.0, 0.0))
+            own = [(self.first[one] + k, range(start + k * m, start + (k + 1) * m)) for k in range(n)]
+            own += [(self.first[other] + k, range(start + k, start + n * m, m)) for k in range(m)]
+            self.rows += [(dict.fromkeys(variables, 1.0) | {option: -1.0}, 0.0, 0.0) for option, variables in own]
         return self.pairs[one, other] + i * m + j
-
-    def _forbid(self, a: str, i: int, b: str, j: int) -> None:
-        one, other = self.first[self.groups[a]] + i, self.first[self.groups[b]] + j
-        if one == other:
-            self.barred.add(one)
-        elif self.groups[a] != self.groups[b]:
-            self.rows.append(({one: 1.0, other: 1.0}, 0.0, 1.0))
 
     def solve(self, gap: float, time_limit: float) -> tuple[dict[str, int], float] | None:
         """The options and a lower bound of their cost; None if the budgets cannot be kept."""
@@ -189,9 +165,7 @@ class _Program:
             if not any(over):
                 return options, bound
             # The solver's tolerance let a budget be exceeded by a trace.
-            limits = [
-                limit - 2e-6 * abs(limit) if is_over else limit for limit, is_over in zip(limits, over, strict=True)
-            ]
+            limits = [b - 2e-6 * abs(b) if is_over else b for b, is_over in zip(limits, over, strict=True)]
         return None
 
     def least(self, place: int, kept: Container[int], time_limit: float) -> float | None:
@@ -240,22 +214,16 @@ class _Program:
             num_beside *= 2
         if chosen is None:
             return None
-        group_of = {
-            self.first[group] + option: (group, option)
-            for group, count in self.num_options.items()
-            for option in range(count)
-        }
-        options = dict(group_of[place] for place in chosen)
+        places = sorted(chosen)  # one for each group, in the order of the groups
+        options = {group: place - self.first[group] for group, place in zip(self.num_options, places, strict=True)}
         return {item: options[group] for item, group in self.groups.items()}, bound
 
 
-def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]]) -> dict[str, str]:
+def _merged(costs: Costs, ties: Iterable[Iterable[str]]) -> dict[str, str]:
     """The first item of each item's group of tied ones."""
     first = {item: item for item in costs}
 
     def root(item: str) -> str:
-        if item not in first:
-            raise ConfigError(f"a tie names {item!r}, which is not an item; items: {', '.join(list(costs)[:5])}, ...")
         while first[item] != item:
             item = first[item]
         return item
@@ -263,43 +231,30 @@ def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]])
     order = {item: place for place, item in enumerate(costs)}
     for tie in ties:
         roots = sorted({root(item) for item in tie}, key=order.__getitem__)
-        for other in roots[1:]:
-            first[other] = roots[0]
+        first |= dict.fromkeys(roots[1:], roots[0]) if roots else {}
     return {item: root(item) for item in costs}
 
 
-def _check(
-    costs: Mapping[str, Sequence[float]],
-    budgets: Sequence[Budget],
-    groups: Mapping[str, str],
-    forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
-) -> None:
-    """Raise on items without options, rows of different lengths, and NaN."""
+def _check(costs: Costs, budgets: Sequence[Budget], groups: Mapping[str, str]) -> None:
+    """Raise for numbers that no choice can be made by."""
     for item, row in costs.items():
-        if not row or any(math.isnan(cost) or cost == -math.inf for cost in row):
-            raise ConfigError(f"costs of {item!r}: {list(row)}; an item needs one number per option, and no NaN")
-        if all(math.isinf(cost) for cost in row):
-            raise ConfigError(f"{item!r} may take none of its {len(row)} options: all of them cost infinity")
-        if len(row) != len(costs[groups[item]]):
+        assert len(row) == len(costs[groups[item]]), f"{item} is tied to {groups[item]}, which has other options"
+        if any(math.isnan(cost) or cost == -math.inf for cost in row) or all(map(math.isinf, row)):
             raise ConfigError(
-                f"{item!r} has {len(row)} options and is tied to {groups[item]!r}, which has {len(costs[groups[item]])}"
+                f"costs of {item!r}: {list(row)}; allowed: one number per option, no NaN, not infinity for all options"
             )
     for budget in budgets:
-        if math.isnan(budget.limit):
-            raise ConfigError(f"budget {budget.name!r}: its limit is NaN; allowed: a number")
-        tables: dict[Pair, Sequence[Sequence[float]]] = {(item, item): [row] for item, row in budget.costs.items()}
-        for (a, b), table in {**tables, **budget.pair_costs}.items():
-            if unknown := [item for item in (a, b) if item not in costs]:
-                raise ConfigError(f"budget {budget.name!r} names {unknown[0]!r}, which is not an item")
-            is_single = (a, b) in tables and table is tables[a, b]
-            num_rows = 1 if is_single else len(costs[a])
-            if len(table) != num_rows or any(len(row) != len(costs[b]) for row in table):
-                raise ConfigError(f"budget {budget.name!r}: {a!r} needs one number per option ({len(costs[b])})")
-            if any(not value >= 0 or math.isinf(value) for row in table for value in row):
-                raise ConfigError(f"budget {budget.name!r}: {a!r} has {table}; allowed: numbers of at least 0")
-    for pair in forbidden:
-        if unknown := [item for item in pair if item not in costs]:
-            raise ConfigError(f"a forbidden pair names {unknown[0]!r}, which is not an item")
+        tables: list[tuple[tuple[str, ...], Sequence[Sequence[float]], int]]
+        tables = [((item,), [row], 1) for item, row in budget.costs.items()]
+        tables += [(pair, table, len(costs[pair[0]])) for pair, table in budget.pair_costs.items()]
+        for items, table, num_rows in tables:
+            num_options, numbers = len(costs[items[-1]]), [number for row in table for number in row]
+            fits = len(table) == num_rows and all(len(row) == num_options for row in table)
+            if not fits or math.isnan(budget.limit) or any(not 0 <= number < math.inf for number in numbers):
+                raise ConfigError(
+                    f"budget {budget.name!r}: limit {budget.limit}, {items[0]!r} has {table}; allowed: a limit, and "
+                    f"one number of at least 0 per option ({num_options})"
+                )
 
 
 def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) -> str:
@@ -307,7 +262,7 @@ def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) ->
     places = range(len(budgets))
     alone = [program.least(place, (), time_limit) for place in places]
     if any(least is None for least in alone) or not budgets:
-        return "no choice avoids all forbidden pairs of options; allow more options, or fewer ties"
+        return "some tied items have no option that all of them may take; allow more options, or fewer ties"
     reasons = [
         f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least that the options reach"
         for budget, least in zip(budgets, alone, strict=True)

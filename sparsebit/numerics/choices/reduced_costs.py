@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+Numbers = Mapping[str, int]  # of each group
+
 
 @dataclass(frozen=True)
 class _Edge:
@@ -28,10 +30,7 @@ class _Edge:
 
 
 def option_bounds(
-    num_options: Mapping[str, int],
-    first: Mapping[str, int],
-    pairs: Mapping[tuple[str, str], int],
-    reduced: Sequence[float],
+    num_options: Numbers, first: Numbers, pairs: Mapping[tuple[str, str], int], reduced: Sequence[float]
 ) -> list[float]:
     """For each option, a lower bound of the cost beyond `least` of every choice with it: the least sum over its tree.
 
@@ -69,7 +68,7 @@ def _tree(root: str, edges: Mapping[str, list[_Edge]], seen: set[str]) -> _Tree:
 
 
 def _bound_tree(
-    order: _Tree, num_options: Mapping[str, int], first: Mapping[str, int], reduced: Sequence[float], extra: list[float]
+    order: _Tree, num_options: Numbers, first: Numbers, reduced: Sequence[float], extra: list[float]
 ) -> None:
     """Write the bounds of one tree's options to `extra`."""
     sums = {group: list(reduced[first[group] : first[group] + num_options[group]]) for group, _ in order}

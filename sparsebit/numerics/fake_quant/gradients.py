@@ -29,6 +29,7 @@ from torch import Tensor
 from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid, magnitude
 from sparsebit.numerics.spec import pad_groups
 
+Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of x, scale and zero point
 Gradient: TypeAlias = Literal["ste", "lsq", "pact", "relu_ste", "relu_lsq"]
 GRADIENTS: tuple[str, ...] = get_args(Gradient)
 LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those with gradients for scale and zero point
@@ -37,9 +38,7 @@ LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those with gradients for sc
 _where_inside = torch.ops.aten.hardtanh_backward
 
 
-def backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Found:
     """The gradients of x, scale and zero point, each in its own shape and type; None for those that are not needed.
 
     `rest`: axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point.

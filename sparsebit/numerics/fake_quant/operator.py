@@ -25,10 +25,8 @@ from torch.autograd.function import once_differentiable
 from sparsebit.errors import SpecError
 from sparsebit.numerics import plain
 from sparsebit.numerics.fake_quant import decomposed, gradients
-from sparsebit.numerics.fake_quant.gradients import GRADIENTS, LEARNING
+from sparsebit.numerics.fake_quant.gradients import GRADIENTS, LEARNING, Found
 from sparsebit.numerics.spec import TensorSpec
-
-Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of x, scale and zero point
 
 
 @dataclass(frozen=True)
@@ -191,23 +189,26 @@ class _TransformedFakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        if ctx.learns and any(ctx.needs_input_grad[1:3]):
-            raise SpecError(_BY_X_ALONE.format(ctx.tag or "fake_quantize"))
+        _require_x_alone(ctx, any(ctx.needs_input_grad[1:3]))
         (mask,) = ctx.saved_tensors
         return torch.where(mask > 0, grad, 0.0), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, scale: Tensor | None, zero_point: Tensor | None, _: Any) -> tuple[Any, None]:
-        if ctx.learns and (scale is not None or zero_point is not None):
-            raise SpecError(_BY_X_ALONE.format(ctx.tag or "fake_quantize"))
+        _require_x_alone(ctx, scale is not None or zero_point is not None)
         (mask,) = ctx.saved_tensors
         return torch.zeros_like(mask) if x is None else torch.where(mask > 0, x, 0.0), None
 
 
-_BY_X_ALONE = (
-    "{}: torch.func and forward-mode differentiation differentiate fake-quant by its input alone, not by a learned "
-    "scale or zero point; use loss.backward(), or hold the scales with qmodel.freeze('scales')"
-)
+def _require_x_alone(ctx: Any, is_by_numbers: bool) -> None:
+    if ctx.learns and is_by_numbers:
+        raise SpecError(
+            f"{ctx.tag or 'fake_quantize'}: torch.func and forward-mode differentiation differentiate fake-quant by "
+            "its input alone, not by a learned scale or zero point; use loss.backward(), or hold the scales with "
+            "qmodel.freeze('scales')"
+        )
+
+
 _transformed: Callable[..., tuple[Tensor, Tensor]] = _TransformedFakeQuantize.apply
 
 
@@ -257,10 +258,11 @@ def below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
     """Whether autograd must record the call; also checks what the schema cannot express, once for all ways."""
-    if gradient not in GRADIENTS:
-        raise SpecError(f"{tag or 'fake_quantize'}: gradient={gradient!r}: allowed: {', '.join(GRADIENTS)}")
-    if not x.is_floating_point():
-        raise SpecError(f"{tag or 'fake_quantize'}: a tensor of {x.dtype}: only floating-point tensors are quantized")
+    if gradient not in GRADIENTS or not x.is_floating_point():
+        raise SpecError(
+            f"{tag or 'fake_quantize'}: a tensor of {x.dtype}, gradient={gradient!r}: allowed: floating-point tensors, "
+            f"{', '.join(GRADIENTS)}"
+        )
     if not torch.is_grad_enabled():
         return False
     return x.requires_grad or (gradient in LEARNING and (scale.requires_grad or zero_point.requires_grad))

@@ -21,12 +21,11 @@ NUM_ALPHAS = 20
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """`scale (channels,)`, that of `alpha`; `loss`, and the one of scales of 1, summed over the layers."""
+    """`scale (channels,)`, that of `alpha`; `loss`: summed over the layers."""
 
     scale: Tensor
     alpha: float
     loss: float
-    plain_loss: float
 
 
 def channel_scale(magnitudes: Tensor, alpha: float) -> Tensor:
@@ -56,19 +55,14 @@ def search_channel_scale(
     moments = torch.zeros(num_channels, dtype=H.dtype, device=H.device).index_add(0, owner, H.diagonal()) / counts
     magnitudes = moments.clamp(min=0).sqrt().float()
     energies = [_loss(W, H) for W in weights]
-    best: ChannelScale | None = None
-    plain = 0.0
-    for number in range(num_alphas):
-        alpha = number / num_alphas
+    tried = []
+    for alpha in (number / num_alphas for number in range(num_alphas)):
         scale = channel_scale(magnitudes, alpha)
         s = scale[owner]
         parts = zip(weights, nearest, energies, strict=True)
         loss = sum(_loss(values(W * s) / s - W, H) / max(energy, 1e-30) for W, values, energy in parts)
-        plain = loss if number == 0 else plain
-        if best is None or loss < best.loss:
-            best = ChannelScale(scale, alpha, loss, plain)
-    assert best is not None
-    return best
+        tried.append(ChannelScale(scale, alpha, loss))
+    return min(tried, key=lambda found: found.loss)
 
 
 def _loss(E: Tensor, H: Tensor) -> float:

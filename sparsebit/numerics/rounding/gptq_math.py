@@ -4,9 +4,9 @@ Legend: `W (groups, rows, columns)` the wanted weight, `V` its values on the gri
 `H (groups, columns, columns)` the second moments of the layer's input, `U` upper triangular with `H^-1 = U^T U`.
 The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; rows are independent of each other.
 
-- `round_columns`: Frantar et al., "GPTQ" (2022), section 3, algorithm 1, with lazy updates in blocks.
-- `descend`: Behdin et al., "QuantEase" (2023), section 3: each code in turn the best one with the others fixed.
-- `refit_scale`: the loss is quadratic in the scales too; for one scale per row `s = (q H w) / (q H q)`.
+- `_round_lines`: Frantar et al., "GPTQ" (2022), section 3, algorithm 1, with lazy updates in blocks.
+- `_descend_lines`: Behdin et al., "QuantEase" (2023), section 3: each code in turn the best one with the others fixed.
+- `_refit_lines`: the loss is quadratic in the scales too; for one scale per row `s = (q H w) / (q H q)`.
 - `with_variance`: the loss is least for outputs that are too small; their size is restored.
 
 Inside, weights are transposed (`Lines`): a column of a row-major matrix is slow to read and to write. The loops over
@@ -131,18 +131,12 @@ def _line_loss(wanted: Tensor, values: Tensor, H: Tensor) -> Tensor:
     return (H @ error).mul_(error).sum(-2).clamp_(min=0)
 
 
-def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
-    """The codes that GPTQ chooses, from the first column to the last.
+def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tensor:
+    """The steps that GPTQ chooses, from the first column to the last; `rest`, the weight by columns, is overwritten.
 
     After a column is rounded, later columns are moved by `-(w - v) / U_jj * U_j,:`, which compensates for its
     error as far as possible. Columns after a block are moved once per block.
     """
-    lines = grid.lines()
-    return lines.codes(_round_lines(W.mT.contiguous(), U, lines, block_size)).mT.contiguous()
-
-
-def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tensor:
-    """`round_columns` by columns, to steps; `rest`, the weight, is overwritten."""
     shares = _shares_(U.to(rest, copy=True))
     steps, round_block = torch.empty_like(rest), Replayed(partial(_round_block, lines.grid.spec))
     for start in range(0, rest.shape[-2], block_size):
@@ -156,9 +150,7 @@ def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tens
 
 
 def _shares_(U: Tensor) -> Tensor:
-    """The shares of each column's error that later columns absorb, in the memory of `U`; a call on shares changes
-    nothing.
-    """
+    """The shares of each column's error that later columns absorb, in the memory of `U`; idempotent."""
     return U.div_(U.diagonal(dim1=-2, dim2=-1)[..., None].clone())
 
 
@@ -176,15 +168,8 @@ def _round_block(spec: TensorSpec, shares: Tensor, *others: Tensor) -> None:
         rest[:, number + 1 :].addcmul_(shares[:, number, number + 1 :, None], error[:, None], value=-1)
 
 
-def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
-    """One sweep over the columns: each code becomes the best one with all others fixed. The loss never grows."""
-    lines = grid.lines()
-    steps = lines.steps(codes.mT.contiguous())
-    return lines.codes(_descend_lines(W.mT.contiguous(), H, steps, lines, block_size)).mT.contiguous()
-
-
 def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block_size: int) -> Tensor:
-    """`descend` by columns."""
+    """One sweep over the columns: each step becomes the best one with all others fixed. The loss never grows."""
     curvature = H.diagonal(dim1=-2, dim2=-1)[..., None]
     # A column with a zero input gets the nearest codes; they change nothing else.
     if not bool((curvature > 0).all()):
@@ -217,18 +202,12 @@ def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *others: Tensor) 
         gradient[:, number + 1 :].addcmul_(H[:, number, number + 1 :, None], move[:, None])
 
 
-def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
-    """The grid with the scales that minimise the loss of these codes.
+def _refit_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines) -> Lines:
+    """With the scales that minimise the loss of these steps.
 
     If a row has several scales they are fitted in turn, each with the others fixed, so that the loss
     never grows. Codes that are all zero do not determine their scale.
     """
-    lines = grid.lines()
-    return _refit_lines(W.mT.contiguous(), H, lines.steps(codes.mT.contiguous()), lines).grid
-
-
-def _refit_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines) -> Lines:
-    """`refit_scale` by columns."""
     rest = wanted - steps * lines.spread().scale
     is_shared, found = lines.rows_share_scales(), lines.scale.clone()
     smallest = lines.grid.smallest
@@ -237,18 +216,13 @@ def _refit_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines) -> Line
         toward = (H[:, columns] @ rest).mul_(own).sum(1)
         below = (H[:, columns][:, :, columns] @ own).mul_(own).sum(1)
         index = lines.index[:, number]
-        if is_shared:
-            toward, below = (_over_rows(part, index, lines) for part in (toward, below))
+        if is_shared:  # summed over the rows that have the same scale
+            toward, below = (lines.sum_by_scale(part, index)[index] for part in (toward, below))
         fitted = torch.where(below > 0, before + toward / below, before)
         fitted = kept_scale(fitted, before, smallest[index] if smallest.ndim else smallest, lines.grid.stored)
         rest[:, columns] -= own * (fitted - before)[:, None]
         found[:, number] = fitted
     return lines.with_scale(found)
-
-
-def _over_rows(per_row: Tensor, index: Tensor, lines: Lines) -> Tensor:
-    """`(groups, rows)` summed over the rows that have the same scale, for each of them."""
-    return torch.zeros_like(lines.grid.scale).index_add_(0, index.flatten(), per_row.flatten())[index]
 
 
 def with_variance(rounded: Rounded, W: Tensor, H: Tensor, variance: Tensor) -> Rounded:

@@ -16,6 +16,9 @@ from sparsebit.numerics.rounding.hessian import inverse_factor
 from sparsebit.numerics.rounding.scale_search_math import Rounding
 from sparsebit.numerics.weight_grid import Grid
 
+# `(H, cross)` of each half of the data.
+Halves = Sequence[tuple[Tensor, Tensor]]
+
 
 def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, share: float = 1.0) -> Tensor:
     """The weight whose output on the quantized model's inputs is nearest to that of `W` on the float model's.
@@ -28,15 +31,13 @@ def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, sh
     return W + share * (W @ (cross - H) @ U.mT) @ U
 
 
-def chosen_damping(
-    W: Tensor, halves: Sequence[tuple[Tensor, Tensor]], dampings: Sequence[float] = (0.01, 0.1, 1.0)
-) -> float | None:
+def chosen_damping(W: Tensor, halves: Halves) -> float | None:
     """The damping for which `target_weight` is best on held-out data; None: `W` itself is best.
 
-    `halves`: `(H, cross)` of each half of the data. A fit to one is judged by the other. With few
+    A fit to one is judged by the other. With few
     rows for each column, or with differing samples, a fit to all of them would follow their noise.
     """
-    errors = dict.fromkeys((None, *dampings), 0.0)
+    errors = dict.fromkeys((None, 0.01, 0.1, 1.0), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):
         for damping in errors:
             V = W if damping is None else target_weight(W, *fitted, damping)
@@ -45,20 +46,15 @@ def chosen_damping(
 
 
 def chosen_rounding(
-    W: Tensor,
-    halves: Sequence[tuple[Tensor, Tensor]],
-    target: Callable[[Tensor, Tensor], Tensor],
-    grid: Grid,
-    rounding: Rounding,
-    dampings: Sequence[float] = (0.1, 1.0, 10.0),
+    W: Tensor, halves: Halves, target: Callable[[Tensor, Tensor], Tensor], grid: Grid, rounding: Rounding
 ) -> Rounding:
     """The rounding, with its damping or a larger one, whichever is best on held-out data.
 
-    `halves`: as for `chosen_damping`. `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves
+    `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves
     errors to directions in which the data has hardly any input. With few rows for each column there are many such
     directions, and other data has inputs there: damping moves the result towards rounding to nearest.
     """
-    errors = dict.fromkeys((rounding.damping, *(d for d in dampings if d > rounding.damping)), 0.0)
+    errors = dict.fromkeys((rounding.damping, *(d for d in (0.1, 1.0, 10.0) if d > rounding.damping)), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):
         wanted = target(*fitted)
         for damping in errors:

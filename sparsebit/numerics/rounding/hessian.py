@@ -35,11 +35,8 @@ class InputMoments:
     def add(self, inputs: Tensor, originals: Tensor | None = None, weight: float = 1.0) -> None:
         """Count rows: `(groups, rows, columns)`, or `(rows, columns)` for one group. `weight`: how much each counts."""
         x = self._rows(inputs)
-        if originals is not None and originals.shape != inputs.shape:
-            shapes = f"inputs of shape {tuple(inputs.shape)} with originals of shape {tuple(originals.shape)}"
-            raise CalibrationError(f"{shapes}: both need the same shape")
-        if self._sums:
-            self._check_originals(originals is not None)
+        assert originals is None or originals.shape == inputs.shape, "originals need the shape of the inputs"
+        assert not self._sums or self.has_originals == (originals is not None), "originals for all rows or for none"
         rows, total = x.shape[1], weight * x.shape[1]
         self._count(rows, total, {"hessian": self._product(x, x), "mean": x.sum(1, dtype=torch.float64)}, weight)
         if originals is not None:  # one large product at a time
@@ -50,13 +47,8 @@ class InputMoments:
     def merge(self, other: InputMoments) -> None:
         """Add the counts of another one, for example of another process."""
         if other._sums:
-            if self._sums:
-                self._check_originals(other.has_originals)
+            assert not self._sums or self.has_originals == other.has_originals, "originals for all rows or for none"
             self._count(other.num_rows, other.total, other._sums)
-
-    def _check_originals(self, has_originals: bool) -> None:
-        if self.has_originals != has_originals:
-            raise CalibrationError("originals were given for some rows and not for others; pass them for all or none")
 
     def state(self) -> dict[str, Any]:
         """The state that `from_state` restores, on the CPU."""
@@ -100,8 +92,7 @@ class InputMoments:
         return found - _outer(self.original_mean, self.mean) if centered else found
 
     def take(self) -> tuple[Tensor, Tensor | None]:
-        """`hessian()` and, if originals were given, `cross()`, in the memory of the sums, which are then no longer
-        usable.
+        """`hessian()` and, if originals were given, `cross()`, in the memory of the sums, which are then gone.
 
         A layer of 14336 columns has 1.6 GB of each.
         """
@@ -114,10 +105,8 @@ class InputMoments:
         x = x.detach()
         if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and self.dtype is torch.float32):
             x = x.to(self.dtype)
-        x = x[None] if x.ndim == 2 else x
-        if x.ndim == 3:
-            return x
-        raise CalibrationError(f"inputs of shape {tuple(x.shape)}; allowed: (rows, columns), (groups, rows, columns)")
+        assert x.ndim in (2, 3), "allowed: (rows, columns), (groups, rows, columns)"
+        return x[None] if x.ndim == 2 else x
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """`left^T right` in `dtype`. The product of two half-precision numbers is exact in float32."""
@@ -128,8 +117,6 @@ class InputMoments:
     def _sum(self, name: str) -> Tensor:
         if not self.num_rows:
             raise CalibrationError("no input was counted; at least one batch with at least one row is required")
-        if name not in self._sums:
-            raise CalibrationError("no originals were counted; pass them to add()")
         return self._sums[name]
 
     def _count(self, num_rows: int, total: float, parts: dict[str, Tensor], weight: float = 1.0) -> None:
@@ -143,10 +130,7 @@ class InputMoments:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """`H + damping * mean(diagonal) * I`; a dead column (its input was always zero) gets 1 on the diagonal.
-
-    The mean is that of the columns that are not dead.
-    """
+    """`H + damping * mean(live diagonal) * I`; a dead column (its input was always zero) gets 1 on the diagonal."""
     return _damp_(hessian.clone(), damping)
 
 

@@ -6,6 +6,7 @@ of 512 images). In a sum of squares only these few count: a range that contains 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -35,12 +36,10 @@ def usual_level(counts: Mapping[int, int]) -> int:
     >>> usual_level({0: 60, 1: 38, 6: 2})
     1
     """
-    left = math.ceil(_USUAL_SHARE * sum(counts.values()))
-    for level in sorted(counts):
-        left -= counts[level]
-        if left <= 0:
-            return level
-    raise ValueError("no samples")
+    levels = sorted(counts)
+    reached = itertools.accumulate(counts[level] for level in levels)
+    wanted = math.ceil(_USUAL_SHARE * sum(counts.values()))
+    return next(level for level, number in zip(levels, reached, strict=True) if number >= wanted)
 
 
 def level_weight(level: int, usual: int) -> float:

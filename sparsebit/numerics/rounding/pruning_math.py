@@ -35,16 +35,14 @@ def output_error(W: Tensor, V: Tensor, H: Tensor, C: Tensor) -> Tensor:
     return ((V @ H - 2 * (W @ C)) * V).sum(-1)
 
 
-def held_out_damping(
-    W: Tensor, M: Tensor, halves: Sequence[tuple[Tensor, Tensor]], dampings: Sequence[float] = (0.001, 0.01, 0.1, 1.0)
-) -> float | None:
+def held_out_damping(W: Tensor, M: Tensor, halves: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     """The damping whose `V`, fitted to one half of the data, is best on the other; None: `W * M` is better still.
 
     `halves`: `(H, C)` of each half. With few rows for each column, a fit would follow their noise.
     """
     (H, C), judge = halves
     errors: dict[float | None, float] = {None: float(output_error(W, W * M, *judge).sum())}
-    for damping in dampings:
+    for damping in (0.001, 0.01, 0.1, 1.0):
         errors[damping] = float(output_error(W, fit_masked(W, H, C, M, damping), *judge).sum())
     return min(errors, key=errors.__getitem__)
 
@@ -59,7 +57,7 @@ def obs_scores(W: Tensor, H: Tensor, damping: float = 0.01) -> Tensor:
 
 
 def sparse_gpt_scores(
-    W: Tensor, H: Tensor, ratio: float, pattern: tuple[int, int] | None, damping: float = 0.01, block_size: int = 128
+    W: Tensor, H: Tensor, ratio: float, pattern: tuple[int, int] | None, block_size: int = 128
 ) -> Tensor:
     """Scores of which the lowest are the weights that SparseGPT removes: Frantar and Alistarh (2023), algorithm 1.
 
@@ -67,7 +65,7 @@ def sparse_gpt_scores(
     columns have compensated for the removed ones. `ratio` is removed of each block of columns, or, with
     `pattern` (n, m), all but n of every m columns of each row. Removed weights have lower scores than kept ones.
     """
-    U = inverse_factor(H, damping)
+    U = inverse_factor(H)
     rest, scores, removed = W.clone(), torch.empty_like(W), torch.zeros_like(W, dtype=torch.bool)
     columns = W.shape[-1]
     if pattern is not None:

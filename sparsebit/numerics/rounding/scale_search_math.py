@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsebit.numerics.weight_grid import Grid, Spread, shared_columns
 
+CodesOf = Callable[[Grid], Tensor] | None
 ScaleSearch = Literal["none", "nearest", "gptq"]
 # Elements that are processed at a time. A CPU is fastest if they fit its cache (1 MiB of float32 each for the
 # weight, the error and the product), a GPU if kernels are large.
@@ -32,9 +33,7 @@ class Rounding:
     zero_point_shift: int = 0
 
 
-def search_scale(
-    W: Tensor, H: Tensor, grid: Grid, codes_of: Callable[[Grid], Tensor] | None, rounding: Rounding
-) -> Grid:
+def search_scale(W: Tensor, H: Tensor, grid: Grid, codes_of: CodesOf, rounding: Rounding) -> Grid:
     """The grid with each scale multiplied by the factor in `[smallest_factor, 1]` that has the smallest loss.
 
     The loss of a candidate is that of its nearest codes (`nearest`), or of the codes of GPTQ, `codes_of`
@@ -58,7 +57,7 @@ def search_scale(
 class _Search:
     """The smallest loss found so far of each scale, and the change that led to it."""
 
-    def __init__(self, W: Tensor, H: Tensor, grid: Grid, codes_of: Callable[[Grid], Tensor] | None) -> None:
+    def __init__(self, W: Tensor, H: Tensor, grid: Grid, codes_of: CodesOf) -> None:
         self.codes_of, self.lines = codes_of, grid.lines()
         self.parts = list(_parts(W, H, grid))
         self.loss = torch.full_like(grid.scale, torch.inf)
@@ -72,11 +71,8 @@ class _Search:
             loss = self._losses(candidate)
             is_better = loss < self.loss
             self.loss = torch.where(is_better, loss, self.loss)
-            best = replace(
-                best,
-                scale=torch.where(is_better, candidate.scale, best.scale),
-                zero_point=torch.where(is_better, candidate.zero_point, best.zero_point),
-            )
+            scale = torch.where(is_better, candidate.scale, best.scale)
+            best = replace(best, scale=scale, zero_point=candidate.zero_point.where(is_better, best.zero_point))
         return best
 
     def _losses(self, grid: Grid) -> Tensor:
@@ -94,7 +90,7 @@ class _Search:
                 steps = part.take(codes) - zero_point
             error = steps.mul_(scale).sub_(part.wanted)
             loss[:, part.sets] = (error @ part.own).mul_(error).sum(-1)
-        return self.lines.sum_by_scale(loss)
+        return self.lines.sum_by_scale(loss, self.lines.index)
 
 
 @dataclass(frozen=True)

@@ -9,34 +9,30 @@ from typing import Any
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.tensor_config import Kind
 
+Bits = Mapping[str, int]
 Settings = tuple[tuple[str, Any], ...]
 _BIT = "QUANTIZER.BIT"
 
 
-def with_bits(
-    config: QuantConfig, layers: Iterable[str], weights: Mapping[str, int], activations: Mapping[str, int]
-) -> QuantConfig:
+def with_bits(config: QuantConfig, layers: Iterable[str], weights: Bits, activations: Bits) -> QuantConfig:
     """The config with these bits for the weights and activations of these layers; everything else is unchanged.
 
     `layers`: all names that a glob may match. Other settings of a layer in `SPECIFIC` are repeated, since only the
     first matching glob applies.
     """
     names = list(layers)
-    wanted: dict[Kind, Mapping[str, int]] = {"W": weights, "A": activations}
+    wanted: dict[Kind, Bits] = {"W": weights, "A": activations}
     for kind, bits in wanted.items():
-        for merge in (True, False):  # names that also match as nodes of torch.fx need one entry each
-            changed = _with_bits(config, kind, names, bits, merge=merge)
-            if all(count == changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()):
-                config = changed
-                break
-        else:
-            raise AssertionError(f"{kind}: the config does not give each layer its bits")
+        changed = _with_bits(config, kind, names, bits, merge=True)
+        if any(count != changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()):
+            # Names that also match as nodes of torch.fx need one entry each.
+            changed = _with_bits(config, kind, names, bits, merge=False)
+        assert all(count == changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()), kind
+        config = changed
     return config
 
 
-def _with_bits(
-    config: QuantConfig, kind: Kind, names: list[str], bits: Mapping[str, int], *, merge: bool
-) -> QuantConfig:
+def _with_bits(config: QuantConfig, kind: Kind, names: list[str], bits: Bits, *, merge: bool) -> QuantConfig:
     if not bits:
         return config
     winners = {name: config.winner(kind, name) for name in dict.fromkeys([*names, *bits])}

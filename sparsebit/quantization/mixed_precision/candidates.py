@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import BackendError, ConfigError, SparsebitError
+from sparsebit.errors import BackendError
 from sparsebit.execution.batches import Call
 from sparsebit.progress import track
 from sparsebit.quantization.building.attach_quantizers import quantizer_of
@@ -21,48 +22,44 @@ from sparsebit.quantization.quantizers.base import Quantizer
 Candidates = dict[str, dict[int, Quantizer]]
 
 
-def candidates_of(
-    model: nn.Module, plan: Plan, wanted: Mapping[str, Sequence[int]], calls: Iterable[Call]
-) -> Candidates:
+def candidates_of(model: nn.Module, plan: Plan, wanted: Mapping[str, list[int]], calls: Iterable[Call]) -> Candidates:
     """`{site: {bits: calibrated quantizer}}`, switched on. Bits that the backend cannot run at a site are left out.
 
     The site's own quantizer is used for its own bits. The ranges of activations come from one pass over `calls`, if a
     site has other candidates: an observer that weighs rounding errors finds another range for other bits.
     """
     own = {module.name: module for module in model.modules() if isinstance(module, Quantizer)}
-    weights = dict(stored_weights(model))
+    weights = stored_weights(model)
     found: Candidates = {}
-    waiting: dict[str, list[Quantizer]] = {}
+    waiting: dict[Quantizer, list[Quantizer]] = {}
     for site, choices in wanted.items():
-        found[site] = {}
+        present = own[site]
+        found[site] = {present.spec.bits: present}
         for bits in choices:
-            quantizer = own[site]
-            if bits != quantizer.spec.bits:
-                changed = _changed(plan, site, bits)
-                if changed is None:
-                    continue
-                num_scales = quantizer.scale.numel()
-                quantizer = quantizer_of(changed[site], quantizer.backend, num_scales, quantizer.observed_as)
-                quantizer.to(own[site].scale.device)
-                if site in weights:
-                    quantizer.update_observer(weights[site])
-                    quantizer.calc_qparams()
-                else:
-                    waiting.setdefault(site, []).append(quantizer)
-            found[site][bits] = quantizer
-        if not found[site]:
-            raise BackendError(_why_none(plan, site, choices))
+            if bits == present.spec.bits:
+                continue
+            try:
+                changed = plan.replace({site: {"bits": bits}})[site]
+            except BackendError:
+                continue
+            quantizer = quantizer_of(changed, present.backend, present.scale.numel(), present.observed_as)
+            found[site][bits] = quantizer.to(present.scale.device)
+            if site in weights:
+                quantizer.update_observer(weights[site])
+                quantizer.calc_qparams()
+            else:
+                waiting.setdefault(present, []).append(quantizer)
     if waiting:
-        _calibrate(model, {own[site]: group for site, group in waiting.items()}, calls)
-    for group in found.values():
+        _calibrate(model, waiting, calls)
+    for site, group in found.items():
         for quantizer in group.values():
-            if quantizer not in own.values():
+            if quantizer is not own[site]:
                 quantizer.use_quant = True
                 quantizer.eval()
     return found
 
 
-def stored_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+def stored_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of the sites whose weight exists without a forward."""
     found: dict[str, Tensor] = {}
     for module in model.modules():
@@ -70,7 +67,7 @@ def stored_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
             found[module.weight_quantizer.name] = current_weight(module.op).detach()
         elif isinstance(module, QuantizedParameter):
             found[module.weight_quantizer.name] = module.parameter.detach()
-    return list(found.items())
+    return found
 
 
 def quantized(quantizer: Quantizer, x: Tensor) -> Tensor:
@@ -82,38 +79,20 @@ def quantized(quantizer: Quantizer, x: Tensor) -> Tensor:
         quantizer.use_quant = switch
 
 
-def _changed(plan: Plan, site: str, bits: int) -> Plan | None:
-    try:
-        return plan.replace({site: {"bits": bits}})
-    except BackendError:
-        return None
-
-
-def _why_none(plan: Plan, site: str, choices: Sequence[int]) -> str:
-    try:
-        plan.replace({site: {"bits": choices[0]}})
-    except SparsebitError as refusal:
-        return f"{site} can have none of the candidate bits {', '.join(map(str, choices))}: {refusal}"
-    raise ConfigError(f"{site} has no candidate bits; give at least one")
-
-
 @torch.no_grad()
 def _calibrate(model: nn.Module, waiting: Mapping[Quantizer, Sequence[Quantizer]], calls: Iterable[Call]) -> None:
     """Ranges of activations; the candidates of one site share the gathered statistics."""
-    first = {quantizer: group[0] for quantizer, group in waiting.items()}
 
     def observe(quantizer: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
         if isinstance(x, Tensor) and x.is_floating_point():
-            first[quantizer].update_observer(x)
+            waiting[quantizer][0].update_observer(x)
 
-    handles = [quantizer.register_forward_pre_hook(observe) for quantizer in waiting]
-    try:
+    with contextlib.ExitStack() as stack:
+        for quantizer in waiting:
+            stack.callback(quantizer.register_forward_pre_hook(observe).remove)
         for args, kwargs in track(calls, "ranges of candidates"):
             model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     for group in waiting.values():
         statistic = group[0].observer.statistic
         for quantizer in group:

@@ -10,16 +10,13 @@ the float file, and if it is over the limit, the search is repeated with a small
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.cpu import cpu_name
-from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.execution.batches import batches_of
 from sparsebit.numerics.choices.integer_program import Budget, choose
@@ -32,7 +29,6 @@ from sparsebit.quantization.placement_search.candidates import Costs, Floats, ch
 from sparsebit.quantization.placement_search.profile import Choice
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import Traced, traced
-from sparsebit.quantization.recording import architecture_facts
 from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
@@ -71,13 +67,9 @@ class LatencySearch:
         return {**{name: getattr(self, name) for name in names}, "floats": list(self.floats)}
 
     def __str__(self) -> str:
-        chosen = _told(self.ratio, self.predicted)
-        default = _told(self.default_ratio, self.default_predicted)
-        rows = [
-            f"limit {self.limit:.3f} of float's time: {chosen}",
-            f"all in integers: {default}",
-            f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}",
-        ]
+        rows = [f"limit {self.limit:.3f} of float's time: {_told(self.ratio, self.predicted)}"]
+        rows.append(f"all in integers: {_told(self.default_ratio, self.default_predicted)}")
+        rows.append(f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}")
         return "\n".join([*rows, *(f"  {name}" for name in self.floats)])
 
 
@@ -105,38 +97,32 @@ def search_latency(
     limit 0.600 of float's time: measured 0.587, predicted 0.594 by the sum of measured regions (1 % apart)
     """
     wanted = [limits] if isinstance(limits, (int, float)) else list(limits)
-    if not wanted:
-        raise ConfigError("search_latency(): no limit was given; give shares of the float file's time, as 0.6")
-    for limit in wanted:
-        if not limit > 0:
-            raise ConfigError(f"latency limit {limit!r}: allowed: shares of the float file's time, above 0")
+    if not wanted or not all(limit > 0 for limit in wanted):
+        raise ConfigError(f"latency limits {wanted}: allowed: shares of the float file's time, above 0, as 0.6")
     start = time.perf_counter()
     batches = list(batches_of(data))
     found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)
     judged = scores or sensitivity(qmodel, batches, weight_bits=(), activation_bits=())
     search = _Search(qmodel, found, judged, max_bytes)
-    results: list[_Found] = []
+    results: list[tuple[float, _Found]] = []
     missed: list[BudgetError] = []
     for limit in track(wanted, "latency limits"):
         try:
-            results.append(search.within(limit))
+            results.append((limit, search.within(limit)))
         except BudgetError as error:  # noqa: PERF203 - seconds pass in each turn
             missed.append(error)
     if not results:
         raise missed[0]
     for reason in missed:
         log.warning("left out: %s", reason)
-    return [search.result(one, found, num_threads, time.perf_counter() - start) for one in results]
+    seconds = time.perf_counter() - start
+    return [search.result(limit, one, found, num_threads, seconds) for limit, one in results]
 
 
-@dataclass(frozen=True)
-class _Found:
-    limit: float
+class _Found(NamedTuple):
     name: str
     floats: Floats
     ratio: float
-    predicted: float
-    loss: float
     tries: int
 
 
@@ -159,26 +145,22 @@ class _Search:
         self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
         own_bits = {name: site.spec.bits for name, site in qmodel.plan.items()}
         self.scores = _unit_scores(self.graph, scores, own_bits)
-        weights = {site: weight.numel() for site, weight in stored_weights(qmodel.model)}
-        self.bytes = {
-            place: _weight_bytes(
-                [site for site in self.graph.units[place].weights if site in weights], weights, own_bits
-            )
-            for place in self.scores
-        }
+        sizes = {site: weight.numel() for site, weight in stored_weights(qmodel.model).items()}
+        self.bytes = {place: _weight_bytes(self.graph.units[place].weights, sizes, own_bits) for place in self.scores}
         self.max_bytes = max_bytes
 
     def within(self, limit: float) -> _Found:
         """The best placement whose file kept the limit when it was measured."""
         if limit >= 1 and self.max_bytes is None:
-            return _Found(limit, _FLOAT, frozenset(range(len(self.graph.units))), 1.0, 1.0, 0.0, 0)
+            return _Found(_FLOAT, frozenset(range(len(self.graph.units))), 1.0, 0)
         aim, fastest = limit, self.default_ratio
         for tries in range(1, _MOST_TRIES + 1):
             try:
                 floats, is_fastest = self._chosen(aim), False
             except BudgetError:
                 if self.max_bytes is not None:
-                    if self.max_bytes < self._least_bytes():
+                    in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
+                    if self.max_bytes * in_float < in_integers or (not in_float and self.max_bytes < 1):
                         raise
                     break
                 floats, is_fastest = cheapest(self.graph, self.costs), True  # the file may be faster than predicted
@@ -189,17 +171,14 @@ class _Search:
             if ratio <= limit:
                 ratio = self.watch.ratios(files, _FINAL_S)[name].ratio
             if ratio <= limit:
-                loss = sum(score for place, score in self.scores.items() if place not in floats)
                 self.files[name] = files[name]
-                return _Found(limit, name, floats, ratio, self.predicted(floats), loss, tries)
+                return _Found(name, floats, ratio, tries)
             fastest = min(fastest, ratio)
             if is_fastest:
                 break
             aim = min(aim * limit / ratio, 0.98 * aim)
         if self.default_ratio <= limit:
-            loss = sum(self.scores.values())
-            predicted = self.predicted(self.fixed)
-            return _Found(limit, _DEFAULT, self.fixed, self.default_ratio, predicted, loss, _MOST_TRIES)
+            return _Found(_DEFAULT, self.fixed, self.default_ratio, _MOST_TRIES)
         raise BudgetError(
             f"latency limit {limit:g}: no placement was measured to keep it; the fastest took {fastest:.3f} of the "
             f"float file's time (all in integers: {self.default_ratio:.3f}). Give a larger one, or see what "
@@ -211,24 +190,13 @@ class _Search:
         return self.costs.of(self.graph, floats | self.fixed) / self.float_ms
 
     def _chosen(self, limit: float) -> Floats:
-        solved = choose(
-            {**{str(place): [0.0, score] for place, score in self.scores.items()}, _REST: [0.0]},
-            [_time_budget(self.graph, self.costs, self.fixed, limit * self.float_ms), *self._bytes()],
-            gap=_GAP,
-        )
+        costs = {str(place): [0.0, score] for place, score in self.scores.items()}
+        budgets = [_time_budget(self.graph, self.costs, self.fixed, limit * self.float_ms)]
+        if self.max_bytes is not None:
+            most = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
+            budgets.append(Budget("bytes", most, {str(place): list(pair) for place, pair in self.bytes.items()}))
+        solved = choose({**costs, _REST: [0.0]}, budgets, gap=_GAP)
         return self.fixed | {place for place in self.scores if solved.options[str(place)] == 0}
-
-    def _bytes(self) -> list[Budget]:
-        """A budget of the weights' bytes: four for each weight in float, an eighth for each bit in integers."""
-        if self.max_bytes is None:
-            return []
-        limit = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
-        return [Budget("bytes", limit, {str(place): list(pair) for place, pair in self.bytes.items()})]
-
-    def _least_bytes(self) -> float:
-        """The size with all in integers, as a share of the weights' size in float."""
-        in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
-        return in_integers / in_float if in_float else 1.0
 
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
@@ -237,48 +205,35 @@ class _Search:
         left_out = frozenset(self.qmodel.plan) if len(floats) == len(self.graph.units) else self._left_out(floats)
         return self.graph.file(left_out, self.runtime)
 
-    def result(self, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
+    def result(self, limit: float, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
         is_float = one.name == _FLOAT
         left_out = frozenset[str]() if one.name == _DEFAULT else self._left_out(one.floats)
-        plan, total = self.qmodel.plan, len(self.qmodel.plan)
-        names = dict.fromkeys((_FLOAT, _DEFAULT, one.name))
+        total = len(self.qmodel.plan)
         ratios = {_FLOAT: 1.0, _DEFAULT: self.default_ratio, one.name: one.ratio}
         counts = {_FLOAT: 0, _DEFAULT: total, one.name: 0 if is_float else total - len(left_out)}
-        sqnr = {
-            name: None if name == _FLOAT else self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
-            for name in names
-        }
-        profile = PlacementProfile(
-            backend=self.qmodel.config.BACKEND,
-            runtime=found.runtime,
-            runtime_version=runtime_version(found.runtime),
-            cpu=cpu_name(),
-            machine=platform.machine(),
-            num_threads=num_threads,
-            architecture=architecture_facts(self.qmodel.original).architecture,
-            shapes=found.shapes,
-            floats=() if is_float else tuple(name for name in plan if name in left_out),
+        choices = []
+        for name, ratio in ratios.items():
+            sqnr = None if name == _FLOAT else self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
+            choices.append(Choice(name, ratio, sqnr, counts[name], "chosen" if name == one.name else ""))
+        profile = PlacementProfile.measured(
+            *(self.qmodel, found.runtime, num_threads, () if is_float else left_out),
             is_float=is_float,
+            shapes=found.shapes,
             ratio=one.ratio,
             default_ratio=self.default_ratio,
             noise=self.noise,
             seconds=seconds,
-            choices=tuple(
-                Choice(name, ratios[name], sqnr[name], counts[name], "chosen" if name == one.name else "")
-                for name in names
-            ),
+            choices=tuple(choices),
         )
-        layers = [unit.layer for unit in self.graph.units if unit.layer]
+        layers = {place: unit.layer for place, unit in enumerate(self.graph.units) if unit.layer}
         return LatencySearch(
-            limit=one.limit,
+            limit=limit,
             ratio=one.ratio,
-            predicted=one.predicted,
+            predicted=1.0 if is_float else self.predicted(one.floats),
             default_ratio=self.default_ratio,
             default_predicted=self.default_predicted,
-            loss=one.loss,
-            floats=tuple(
-                unit.layer for place, unit in enumerate(self.graph.units) if unit.layer and place in one.floats
-            ),
+            loss=sum((score for place, score in self.scores.items() if place not in one.floats), 0.0),
+            floats=tuple(layer for place, layer in layers.items() if place in one.floats),
             num_layers=len(layers),
             tries=one.tries,
             qmodel=apply_placement(self.qmodel, profile),
@@ -287,9 +242,9 @@ class _Search:
 
 
 def _weight_bytes(sites: Iterable[str], sizes: Mapping[str, int], own_bits: Mapping[str, int]) -> tuple[float, float]:
-    """The bytes of a unit's weights in float and in integers."""
-    found = [(4.0 * sizes[site], sizes[site] * own_bits[site] / 8) for site in sites]
-    return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+    """The bytes of a unit's stored weights in float and in integers."""
+    stored = [site for site in sites if site in sizes]
+    return sum(4.0 * sizes[site] for site in stored), sum(sizes[site] * own_bits[site] / 8 for site in stored)
 
 
 def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str, int]) -> dict[int, float]:
@@ -310,11 +265,8 @@ def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str,
         for site in link.sites:
             place = link.producer if link.consumer < 0 else link.consumer
             readers.setdefault(graph.owners.get(site, site), set()).add(place)
-    found = {
-        place: sum(of_site.get(site, 0.0) for site in unit.weights)
-        for place, unit in enumerate(graph.units)
-        if unit.can_be_integer
-    }
+    integer = {place: unit for place, unit in enumerate(graph.units) if unit.can_be_integer}
+    found = {place: sum(of_site.get(site, 0.0) for site in unit.weights) for place, unit in integer.items()}
     for site, places in readers.items():
         for place in places & found.keys():
             found[place] += of_site.get(site, 0.0) / len(places)

@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
-from sparsebit.execution.batches import as_call, num_samples, require_repeatable, to_device
+from sparsebit.execution.batches import calls, num_samples, require_repeatable
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.float_values import in_float, warn_if_lost
@@ -32,10 +33,10 @@ from sparsebit.quantization.mixed_precision.sensitivity_math import (
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.layer_call import current_weight, forward_with
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quantizers.base import Quantizer
 
 Method = Literal["gradient", "sqnr", "kl"]
+Bits = Sequence[int]
 Outputs = Literal["auto", "scores", "values"]
 # Returns the mean loss of a batch, from the model's output and the batch as the data yields it, labels included.
 Loss = Callable[[Any, Any], Tensor]
@@ -79,20 +80,16 @@ class Sensitivity:
     def __str__(self) -> str:
         """A table: a row per site, the most sensitive (at the fewest bits) first."""
         columns = sorted({bits for row in self.scores.values() for bits in row})
-        order = sorted(self.scores, key=lambda site: -max(self.scores[site].values(), default=0.0))
-        rows = [("site", *(f"{bits} bits" for bits in columns))]
-        rows += [
-            (site, *(f"{self.scores[site][b]:.3g}" if b in self.scores[site] else "-" for b in columns))
-            for site in order
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if place else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        order = sorted(self.scores.items(), key=lambda item: -max(item[1].values(), default=0.0))
+        cells = [(site, *(f"{row[bits]:.3g}" if bits in row else "-" for bits in columns)) for site, row in order]
+        return aligned([("site", *(f"{bits} bits" for bits in columns)), *cells])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 @ordinary_tensors()
@@ -101,8 +98,8 @@ def sensitivity(
     data: Any,
     *,
     method: Method = "gradient",
-    weight_bits: Sequence[int] = WEIGHT_BITS,
-    activation_bits: Sequence[int] = (),
+    weight_bits: Bits = WEIGHT_BITS,
+    activation_bits: Bits = (),
     loss: Loss | None = None,
     outputs: Outputs = "auto",
     temperature: float = TEMPERATURE,
@@ -133,18 +130,12 @@ def sensitivity(
     start = time.monotonic()
     wanted = _wanted_bits(qmodel, weight_bits, activation_bits)
 
-    def calls() -> Iterator[Any]:
-        for batch in data:
-            args, kwargs = as_call(batch, qmodel.original)
-            yield to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
-
     warn_if_lost(qmodel, "the scores are of rounding the changed weights again")
-    with in_float(qmodel), _in_float(qmodel):
-        found = candidates_of(qmodel.model, qmodel.plan, wanted, calls())
+    with in_float(qmodel), _frozen(qmodel):
+        found = candidates_of(qmodel.model, qmodel.plan, wanted, calls(data, qmodel.original, qmodel.device))
         run = _Run(qmodel, found, outputs, temperature)
         for batch in track(data, f"sensitivity ({method})"):
-            args, kwargs = as_call(batch, qmodel.original)
-            call = to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+            (call,) = calls([batch], qmodel.original, qmodel.device)
             if method == "gradient":
                 generator = torch.Generator().manual_seed(seed + run.num_batches)
                 run.backward(call, generator, None if loss is None else (loss, batch))
@@ -153,43 +144,33 @@ def sensitivity(
     if not run.num_samples:
         raise CalibrationError("sensitivity() was given no data; give a few dozen samples or more")
     scores = run.scores()
-    _need_finite(scores)
+    if missing := [(site, bits) for site, row in scores.items() for bits, score in row.items() if math.isnan(score)]:
+        raise CalibrationError(
+            "sensitivity(): the score of {} at {} bits is NaN; look for NaN and infinity in the data and in the "
+            "outputs (or the loss) of the float model".format(*missing[0])
+        )
     return Sensitivity(method, run.num_samples, scores, time.monotonic() - start)
 
 
 def _check(method: Method, outputs: Outputs, temperature: float, loss: Loss | None) -> None:
-    if method not in ("gradient", "sqnr", "kl"):
-        raise ConfigError(f"sensitivity(method={method!r}): allowed: gradient, sqnr, kl")
-    if outputs not in ("auto", "scores", "values"):
-        raise ConfigError(f"sensitivity(outputs={outputs!r}): allowed: auto, scores, values")
-    if not temperature > 0:
-        raise ConfigError(f"sensitivity(temperature={temperature}): allowed: numbers above 0")
-    if loss is not None and method != "gradient":
-        raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
+    for setting, is_known, allowed in (
+        (f"method={method!r}", method in get_args(Method), ", ".join(get_args(Method))),
+        (f"outputs={outputs!r}", outputs in get_args(Outputs), ", ".join(get_args(Outputs))),
+        (f"temperature={temperature}", temperature > 0, "numbers above 0"),
+        (f"loss=..., method={method!r}", loss is None or method == "gradient", "a loss with method='gradient'"),
+        ("outputs='values', method='kl'", (method, outputs) != ("kl", "values"), "method='sqnr' for values"),
+    ):
+        if not is_known:
+            raise ConfigError(f"sensitivity({setting}): allowed: {allowed}")
 
 
-def _wanted_bits(
-    qmodel: QuantModel, weight_bits: Sequence[int], activation_bits: Sequence[int]
-) -> dict[str, list[int]]:
-    """The numbers of bits that are tried at each site."""
+def _wanted_bits(qmodel: QuantModel, weight_bits: Bits, activation_bits: Bits) -> dict[str, list[int]]:
     own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
     live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]
     if not live or not all(own[site].is_calibrated for site in live):
         raise CalibrationError("sensitivity() needs a calibrated model; call calc_qparams() first")
-    return {
-        site: _bits(weight_bits if own[site].target == "weight" else activation_bits, own[site].spec.bits)
-        for site in live
-    }
-
-
-def _need_finite(scores: Mapping[str, Mapping[int, float]]) -> None:
-    for site, row in scores.items():
-        for bits, score in row.items():
-            if math.isnan(score):
-                raise CalibrationError(
-                    f"sensitivity(): the score of {site} at {bits} bits is NaN; look for NaN and infinity in the data "
-                    "and in the outputs (or the loss) of the float model"
-                )
+    wanted = {"weight": weight_bits, "activation": activation_bits}
+    return {site: _bits(wanted[own[site].target], own[site].spec.bits) for site in live}
 
 
 class _Run:
@@ -199,16 +180,10 @@ class _Run:
         self.qmodel, self.candidates, self.outputs, self.temperature = qmodel, candidates, outputs, temperature
         self.num_samples = self.num_batches = 0
         self.sums = {site: dict.fromkeys(group, 0.0) for site, group in candidates.items()}
-        self.layers = {
-            module.weight_quantizer.name: module
-            for module in qmodel.model.modules()
-            if isinstance(module, WeightedQuantOpr) and module.weight_quantizer.name in candidates
-        }
-        self.quantizers = {
-            module.name: module
-            for module in qmodel.model.modules()
-            if isinstance(module, Quantizer) and module.name in candidates and module.name not in self.layers
-        }
+        layers = [module for module in qmodel.model.modules() if isinstance(module, WeightedQuantOpr)]
+        self.layers = {m.weight_quantizer.name: m for m in layers if m.weight_quantizer.name in candidates}
+        others = candidates.keys() - self.layers.keys()
+        self.quantizers = {quantizer.name: quantizer for quantizer in qmodel.quantizers() if quantizer.name in others}
         with torch.no_grad():
             self.weights = {
                 site: {bits: quantized(q, current_weight(layer.op)) for bits, q in candidates[site].items()}
@@ -247,14 +222,8 @@ class _Run:
 
     def _target(self, output: Any, generator: torch.Generator) -> Tensor:
         tensors = _float_tensors(output)
-        has_scores = self._has_scores(tensors)
-
-        def draw(tensor: Tensor) -> Tensor:
-            if has_scores:
-                return fisher_direction(tensor, generator, self.temperature)
-            return value_direction(tensor, generator)
-
-        parts = [(draw(tensor.detach()) * tensor).sum() for tensor in tensors if tensor.requires_grad]
+        draw = partial(fisher_direction, temperature=self.temperature) if self._has_scores(tensors) else value_direction
+        parts = [(draw(tensor.detach(), generator) * tensor).sum() for tensor in tensors if tensor.requires_grad]
         return torch.stack([part.float() for part in parts]).sum() if parts else torch.zeros(())
 
     def _has_scores(self, tensors: Sequence[Tensor]) -> bool:
@@ -271,8 +240,6 @@ class _Run:
 
         original = run()
         count = num_samples(call, original)
-        if method == "kl" and self.outputs == "values":
-            raise ConfigError('sensitivity(method="kl", outputs="values"): values have no divergence; use "sqnr"')
         if method == "kl" and not self._has_scores(original):
             raise ConfigError(
                 f'sensitivity(method="kl"): the model returns {len(original)} outputs of shapes '
@@ -299,21 +266,17 @@ class _Run:
     @contextlib.contextmanager
     def _only(self, site: str, quantizer: Quantizer) -> Iterator[None]:
         """Inside, this site alone is quantized, by this quantizer."""
-        if site in self.layers:
-            layer = self.layers[site]
-            own, switch = layer.weight_quantizer, quantizer.use_quant
-            layer._modules["weight_quantizer"], quantizer.use_quant = quantizer, True
-            try:
-                yield
-            finally:
-                quantizer.use_quant = switch
-                layer._modules["weight_quantizer"] = own
-            return
-        handle = self.quantizers[site].register_forward_hook(lambda _, inputs, __: quantized(quantizer, inputs[0]))
-        try:
+        with contextlib.ExitStack() as stack:
+            if site in self.layers:
+                layer = self.layers[site]
+                stack.callback(layer._modules.__setitem__, "weight_quantizer", layer.weight_quantizer)
+                stack.callback(setattr, quantizer, "use_quant", quantizer.use_quant)
+                layer._modules["weight_quantizer"], quantizer.use_quant = quantizer, True
+            else:
+                hooked = self.quantizers[site]
+                hook = hooked.register_forward_hook(lambda _, inputs, __: quantized(quantizer, inputs[0]))
+                stack.callback(hook.remove)
             yield
-        finally:
-            handle.remove()
 
 
 class _Watch:
@@ -365,22 +328,15 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _in_float(qmodel: QuantModel) -> Iterator[None]:
-    """Inside, quantization is off, the model in eval mode and its parameters without gradients."""
+def _frozen(qmodel: QuantModel) -> Iterator[None]:
+    """Inside, the model is in eval mode and its parameters have no gradients."""
     model = qmodel.model
-    switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
     modes = {module: module.training for module in model.modules()}
-    learned = [p for p in model.parameters() if p.requires_grad]
-    model.eval()
-    for quantizer in switches:
-        quantizer.use_quant = False
-    for parameter in learned:
-        parameter.requires_grad_(False)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
     try:
         yield
     finally:
-        for quantizer, on in switches.items():
-            quantizer.use_quant = on
         for module, training in modes.items():
             module.training = training
         for parameter in learned:
@@ -399,21 +355,21 @@ def _mean_loss(loss: Loss, batch: Any, output: Any) -> Tensor:
 
 
 def _bits(candidates: Sequence[int], own: int) -> list[int]:
-    if isinstance(candidates, (str, int)):
-        raise ConfigError(f"candidate bits {candidates!r}: give a list of numbers, [2, 4, 8]")
-    for bits in candidates:
-        if isinstance(bits, bool) or not isinstance(bits, Integral) or not 1 <= bits <= 16:
-            raise ConfigError(f"candidate bits {bits!r}: allowed: whole numbers from 1 to 16")
+    given = candidates if isinstance(candidates, Iterable) else [candidates]
+    are_whole = all(isinstance(bits, Integral) and bits is not True and 1 <= bits <= 16 for bits in given)
+    if given is not candidates or not are_whole:
+        raise ConfigError(f"candidate bits {candidates!r}: allowed: a list of whole numbers from 1 to 16, as [2, 4, 8]")
     return sorted({*candidates, own})
 
 
 def _float_tensors(output: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
 
 
-def require_sites(scores: Iterable[str], plan: Plan) -> None:
-    """Raise for scores of another model."""
-    if missing := [site for site in scores if site not in plan]:
-        near = ", ".join(near_names(missing[0], list(plan)))
-        raise ConfigError(f"the sensitivity has a site {missing[0]!r}, which the model has not; near names: {near}")
+def require_sites(given: Iterable[str], known: Iterable[str], what: str = "the sensitivity") -> None:
+    """Raise for the sites of another model."""
+    names = dict.fromkeys(known)
+    if missing := [site for site in given if site not in names]:
+        near = ", ".join(near_names(missing[0], list(names)))
+        raise ConfigError(f"{what} has a site {missing[0]!r}, allowed: sites of the model; near names: {near}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, W
 from sparsebit.quantization.planning.sites import Plan, layer_name, split_site
 from sparsebit.quantization.quantizers.base import Quantizer
 
+_Names = dict[str, list[str]]
 _Calls = dict[int, list[tuple[Tensor, Tensor]]]
 
 
@@ -37,6 +40,9 @@ class SiteFacts:
         """Packed without gaps, with a float scale per row (and a zero point if it is affine)."""
         num_codes = self.num_elements + (0 if self.symmetric else self.num_scales)
         return -(-num_codes * bits // 8) + 4 * self.num_scales
+
+
+_Sites = dict[str, SiteFacts]
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,14 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> SearchedSite
     quantizers = {m.name: m for m in model.modules() if isinstance(m, Quantizer) and not m.fake_fused}
     layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
     sizes, outputs = _shapes(quantizers, layers, run, call)
-    readers = _readers(model)
-    parameters = {
-        m.weight_quantizer.name: m.parameter if isinstance(m, QuantizedParameter) else m.op._parameters.get("weight")
-        for m in model.modules()
-        if isinstance(m, (WeightedQuantOpr, QuantizedParameter))
-    }
-    sizes |= {
-        layer.weight_quantizer.name: current_weight(layer.op).numel()  # computed by pruning or by weight norm
-        for layer in layers
-        if parameters[layer.weight_quantizer.name] is None
-    }
+    readers, inputs = _readers(model)
+    parameters: dict[str, Tensor | None]
+    parameters = {m.weight_quantizer.name: m.parameter for m in model.modules() if isinstance(m, QuantizedParameter)}
+    for layer in layers:
+        site = layer.weight_quantizer.name
+        parameters[site] = layer.op._parameters.get("weight")
+        if parameters[site] is None:  # computed by pruning or by weight norm
+            sizes[site] = current_weight(layer.op).numel()
     sites: dict[str, SiteFacts] = {}
     for name in plan:
         if name not in quantizers:
@@ -82,35 +85,22 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> SearchedSite
         quantizer, weight = quantizers[name], parameters.get(name)
         is_weight = quantizer.target == "weight"
         own = split_site(name)[0]
-        deciding = (own,) if is_weight or name not in readers.of_site else tuple(dict.fromkeys(readers.of_site[name]))
+        deciding = [own] if is_weight or name not in readers else readers[name]
         if split_site(name)[1].startswith("output"):
-            deciding = tuple(dict.fromkeys((own, *deciding)))
-        if not is_weight:
-            deciding = tuple(layer for layer in deciding if layer in plan.layers)
-        sites[name] = SiteFacts(
-            deciding,
-            is_weight,
-            weight.numel() if weight is not None else sizes.get(name, 0),
-            quantizer.scale.numel(),
-            quantizer.spec.symmetric,
-            None if weight is None else id(weight),
-        )
-    products = tuple(product for layer in layers for product in _products(layer, sites, readers.inputs, outputs))
-    return SearchedSites(sites, products, _siblings(layers, readers.inputs, sites))
+            deciding = [own, *deciding]
+        deciding = [layer for layer in dict.fromkeys(deciding) if is_weight or layer in plan.layers]
+        num_elements = weight.numel() if weight is not None else sizes.get(name, 0)
+        number = None if weight is None else id(weight)
+        of_scales = quantizer.scale.numel(), quantizer.spec.symmetric
+        sites[name] = SiteFacts(tuple(deciding), is_weight, num_elements, *of_scales, number)
+    products = tuple(product for layer in layers for product in _products(layer, sites, inputs, outputs))
+    return SearchedSites(sites, products, _siblings(layers, inputs, sites))
 
 
-@dataclass
-class _Readers:
-    """`of_site`: the layers that read a separate quantizer. `inputs`: the inputs of each call of a layer, by their
-    quantizer or, in float, by their node.
-    """
-
-    of_site: dict[str, list[str]]
-    inputs: dict[str, list[str]]
-
-
-def _readers(model: nn.Module) -> _Readers:
-    found = _Readers({}, {})
+def _readers(model: nn.Module) -> tuple[_Names, _Names]:
+    """The layers that read a separate quantizer; the input of each call of a layer: its quantizer, or node if float."""
+    of_site: _Names = defaultdict(list)
+    inputs: _Names = defaultdict(list)
     for name_of_graph, root in model.named_modules():
         if not isinstance(root, fx.GraphModule):
             continue
@@ -119,16 +109,13 @@ def _readers(model: nn.Module) -> _Readers:
             module = _module(root, node)
             name = layer_name(path, node)
             if isinstance(module, (QIdentity, QShared)):
-                site = module.input_quantizer.name
-                found.of_site.setdefault(site, []).extend(layer_name(path, user) for user in _users(node))
+                of_site[module.input_quantizer.name] += (layer_name(path, user) for user in _users(node))
             elif isinstance(module, WeightedQuantOpr) and node.all_input_nodes:
                 source = node.all_input_nodes[0]
                 before = _module(root, source)
-                read = f"node {path}:{source.name}"
-                if isinstance(before, (QIdentity, QShared)):
-                    read = before.input_quantizer.name
-                found.inputs.setdefault(name, []).append(read)
-    return found
+                read = before.input_quantizer.name if isinstance(before, (QIdentity, QShared)) else ""
+                inputs[name].append(read or f"node {path}:{source.name}")
+    return of_site, inputs
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
@@ -158,27 +145,19 @@ def _shapes(
         if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
             outputs.setdefault(id(layer), []).append((inputs[0].to("meta"), output.to("meta")))
 
-    handles = [quantizer.register_forward_pre_hook(of_quantizer) for quantizer in quantizers.values()]
-    handles += [layer.register_forward_hook(of_layer) for layer in layers]
-    try:
+    with contextlib.ExitStack() as stack:
+        for quantizer in quantizers.values():
+            stack.callback(quantizer.register_forward_pre_hook(of_quantizer).remove)
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(of_layer).remove)
         answer = run(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
     count = max(1, num_samples(call, answer))
-
-    def of_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return (x[:1], y[:1]) if x.ndim and len(x) == count else (x, y)
-
-    return (
-        {name: max(1, size // count) for name, size in sizes.items()},
-        {layer: [of_one(*seen) for seen in found] for layer, found in outputs.items()},
-    )
+    for found in outputs.values():
+        found[:] = [(x[:1], y[:1]) if x.ndim and len(x) == count else (x, y) for x, y in found]
+    return {name: max(1, size // count) for name, size in sizes.items()}, outputs
 
 
-def _products(
-    layer: WeightedQuantOpr, sites: dict[str, SiteFacts], inputs: dict[str, list[str]], outputs: _Calls
-) -> Iterator[LayerProduct]:
+def _products(layer: WeightedQuantOpr, sites: _Sites, inputs: _Names, outputs: _Calls) -> Iterator[LayerProduct]:
     """The products of a layer, one for each call."""
     name = split_site(layer.weight_quantizer.name)[0]
     weight = layer.weight_quantizer.name if layer.weight_quantizer.name in sites else None
@@ -194,13 +173,11 @@ def _products(
         yield LayerProduct(name, weight, activation if activation in sites else None, count)
 
 
-def _siblings(
-    layers: list[WeightedQuantOpr], inputs: dict[str, list[str]], sites: dict[str, SiteFacts]
-) -> tuple[tuple[str, ...], ...]:
-    found: dict[tuple[str, str], list[str]] = {}
+def _siblings(layers: list[WeightedQuantOpr], inputs: _Names, sites: _Sites) -> tuple[tuple[str, ...], ...]:
+    found: _Names = defaultdict(list)
     for layer in layers:
         site = layer.weight_quantizer.name
         if site in sites and layer.row.name == "linear":
             for source in inputs.get(split_site(site)[0], ()):
-                found.setdefault((layer.row.name, source), []).append(site)
+                found[source].append(site)
     return tuple(tuple(group) for group in found.values() if len(group) > 1)

@@ -6,6 +6,6 @@ Importing this package registers the built-in names: minmax, moving_average, per
 from __future__ import annotations
 
 from sparsebit.quantization.observers import aciq, kl, mse, ranges
-from sparsebit.quantization.observers.observer import Observer, build_observer, observer_options, register_observer
+from sparsebit.quantization.observers.observer import Observer, build_observer, register_observer
 
-__all__ = ["Observer", "aciq", "build_observer", "kl", "mse", "observer_options", "ranges", "register_observer"]
+__all__ = ["Observer", "aciq", "build_observer", "kl", "mse", "ranges", "register_observer"]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Annotated
+from functools import cache, partial
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
@@ -21,8 +20,7 @@ from sparsebit.config.section import Section
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Samples
+from sparsebit.quantization.observers.observer import EVEN_STEPS, HistogramObserver, Range, register_observer
 
 # Steps that the solver tries: in equal ratios, then as many around the best of them, repeatedly.
 NUM_STEPS, NUM_ROUNDS = 32, 4
@@ -40,10 +38,8 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distor
     extremes = histogram.low.double(), histogram.high.double()
     num_levels = spec.num_levels
     if spec.symmetric:
-        whole, half = (
-            (spec.qmin * step * about_zero, spec.qmax * step * about_zero)
-            for step in (best_step(distribution, one_sided, num_levels, spec.qmin) for one_sided in (False, True))
-        )
+        steps = [best_step(distribution, one_sided, num_levels, spec.qmin) for one_sided in (False, True)]
+        whole, half = ((spec.qmin * step * about_zero, spec.qmax * step * about_zero) for step in steps)
     else:
         middle = (num_levels - 1) / 2
         reach = middle * best_step(distribution, False, num_levels, -middle) * about_mean
@@ -57,8 +53,7 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distor
 
 
 def moments(histogram: Histogram, distribution: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, spread about it and spread about zero of each row, float64 `(R,)`; zeros are left out, as every grid has
-    zero.
+    """Mean, spread about it and about zero of each row, float64 `(R,)`; without zeros, which every grid has.
 
     The spread is the distribution's scale parameter: root mean square for GAUS, mean absolute value for LAPLACE.
     """
@@ -95,8 +90,7 @@ def best_step(distribution: str, one_sided: bool, num_levels: int, first_level: 
     return math.sqrt(smallest * largest)
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A distribution of spread 1, as far as the error needs it; `below(b)` is the mean of `max(b - x, 0)`."""
 
     mean: float
@@ -112,22 +106,18 @@ def _below_laplace(b: Tensor) -> Tensor:
     return b.clamp(min=0) + torch.exp(-b.abs()) / 2
 
 
-def _of_absolute_values(below: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _below_absolute(below: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
     """The same for `|x|`: twice the share of the positive `x`."""
-
-    def below_absolute(b: Tensor) -> Tensor:
-        b = b.clamp(min=0)
-        return 2 * (below(b) - below(torch.zeros_like(b))) - b
-
-    return below_absolute
+    b = b.clamp(min=0)
+    return 2 * (below(b) - below(torch.zeros_like(b))) - b
 
 
 # By distribution and whether it is of absolute values.
 MODELS = {
     ("GAUS", False): Model(0.0, 1.0, _below_gauss),
-    ("GAUS", True): Model(math.sqrt(2 / math.pi), 1.0, _of_absolute_values(_below_gauss)),
+    ("GAUS", True): Model(math.sqrt(2 / math.pi), 1.0, partial(_below_absolute, _below_gauss)),
     ("LAPLACE", False): Model(0.0, 2.0, _below_laplace),
-    ("LAPLACE", True): Model(1.0, 2.0, _of_absolute_values(_below_laplace)),
+    ("LAPLACE", True): Model(1.0, 2.0, partial(_below_absolute, _below_laplace)),
 }
 
 
@@ -138,17 +128,12 @@ class AciqOptions(Section):
 
 
 @register_observer("aciq", options=AciqOptions)
-class AciqObserver(Observer[Samples | Histogram]):
+class AciqObserver(HistogramObserver):
     """Analytical clipping for the distribution in the options."""
 
     FORMATS = EVEN_STEPS
     options: AciqOptions
 
-    def new_statistic(self) -> Samples | Histogram:
-        return Samples() if self.target == "weight" else Histogram()
-
-    def range_of(self, statistic: Samples | Histogram) -> Range:
-        spec, distribution = self.spec, self.options.DISTRIBUTION
-        return over_histograms(
-            statistic, lambda h, rows: aciq_range(h, spec, distribution, distortion_of(h, rows, spec))
-        )
+    def histogram_range(self, histogram: Histogram, rows: Tensor | None) -> Range:
+        distortion = distortion_of(histogram, rows, self.spec)
+        return aciq_range(histogram, self.spec, self.options.DISTRIBUTION, distortion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ LONGEST_SAMPLES = 1 << 16
 MEAN_SHARE = 0.1
 
 
-class Distortion(Protocol):
-    """Each row's sum of `(x - fake_quantize(x))^2` for ranges `low`, `high`; all are `(R, candidates)`."""
-
-    def __call__(self, low: Tensor, high: Tensor) -> Tensor: ...
+# Each row's sum of `(x - fake_quantize(x))^2` for ranges `low`, `high`; all are `(R, candidates)`.
+Distortion = Callable[[Tensor, Tensor], Tensor]
 
 
 class SampleDistortion:
@@ -76,18 +74,11 @@ class HistogramDistortion:
         number = _sum_beyond(counts)
         first = _sum_beyond(width * (number + counts / 2))
         second = _sum_beyond(width * (2 * first + width * (number + counts / 3)))
-        density = (counts / width).where(width > 0, 0)
         squares = counts * (left * right + width.square() / 3)
         self.sum_of_squares = squares.sum((1, 2))[:, None]
-        self.tables = {
-            "right": right,
-            "density": density,
-            "number": number,
-            "first": first,
-            "second": second,
-            "left": left,
-            "squares_below": pad(squares.cumsum(2), (1, 0))[..., :-1],
-        }
+        self.tables = {"right": right, "density": (counts / width).where(width > 0, 0), "left": left}
+        self.tables |= {"number": number, "first": first, "second": second}
+        self.tables["squares_below"] = pad(squares.cumsum(2), (1, 0))[..., :-1]
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         scale, zero_point = qparams_from_range(low, high, self.spec)
@@ -105,14 +96,8 @@ class HistogramDistortion:
         for part in slices(len(step), step.shape[1] * len(midpoints)):
             at = ((midpoints - zero_point[part, :, None]) * step[part, :, None]).flatten(1)
             sign, at = (at < 0).long(), at.abs()
-            right, density, number, first = self._looked_up(
-                part,
-                self.histogram.bin_of(at, part).add_(sign, alpha=self.num_bins),
-                "right",
-                "density",
-                "number",
-                "first",
-            )
+            index = self.histogram.bin_of(at, part).add_(sign, alpha=self.num_bins)
+            right, density, number, first = self._looked_up(part, index, "right", "density", "number", "first")
             rest = right.sub_(at).clamp_(min=0)
             value = density.mul_(rest).div_(2).add_(number).mul_(rest).add_(first)
             result[part] = value.unflatten(1, (step.shape[1], -1)).sum(2)
@@ -126,16 +111,14 @@ class HistogramDistortion:
         """
         bottom = torch.minimum(step / 2, top)
         index = self.histogram.bin_of(bottom) + sign * self.num_bins
-        right, density, number, left, squares = self._looked_up(
-            slice(None), index, "right", "density", "number", "left", "squares_below"
-        )
+        names = ("right", "density", "number", "left", "squares_below")
+        right, density, number, left, squares = self._looked_up(slice(None), index, *names)
         inside = bottom.minimum(right)
         rounded_to_zero = squares + density * (inside**3 - left**3) / 3
         num_others = number + density * (right - bottom).clamp(min=0)
         index = self.histogram.bin_of(top) + sign * self.num_bins
-        right, density, number, first, second = self._looked_up(
-            slice(None), index, "right", "density", "number", "first", "second"
-        )
+        names = ("right", "density", "number", "first", "second")
+        right, density, number, first, second = self._looked_up(slice(None), index, *names)
         rest = (right - top).clamp(min=0)
         num_clipped = number + density * rest
         clipped = second + rest * (2 * first + rest * (number + density * rest / 3))
@@ -151,9 +134,7 @@ def _sum_beyond(values: Tensor) -> Tensor:
 
 
 def distortion_of_weights(rows: Tensor, spec: TensorSpec) -> SampleDistortion:
-    """The error of weights and, by `MEAN_SHARE`, of their outputs; a row is one output's weights or a group of
-    these.
-    """
+    """The error of weights and, by `MEAN_SHARE`, of their outputs; a row is (a group of) one output's weights."""
     return SampleDistortion(rows, spec, 0.0 if isinstance(spec.granularity, PerTensor) else MEAN_SHARE)
 
 

@@ -9,12 +9,13 @@ over batches or processes before a merge.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsebit.quantization.observers.statistics import State, check_finite, check_num_rows, extremes
+from sparsebit.quantization.observers.statistics import NamedTensors, State, check_finite, check_num_rows, extremes
 
 # Counted down from that of the largest magnitude. Smaller values count as zero. An outlier of 1e9 leaves ten octaves.
 NUM_OCTAVES = 40
@@ -29,33 +30,31 @@ SMALLEST_EXPONENT = -80
 CHUNK = 1 << 20
 
 
-class Histogram:
+class Histogram(NamedTensors):
     """Counts of each row's values by sign and magnitude; zeros and extremes, exactly.
 
     `exponent` is that of the row's largest magnitude. A sign's bins divide each of the octaves from
     `2^(exponent - NUM_OCTAVES + 1)` up to `2^(exponent + 1)` into `2^bits` equal parts.
     """
 
+    NAMES = ("raw", "zeros", "low", "high", "exponent")
+    # (R, 2, keys) int64: positive, negative; the keys of octaves from OCTAVES_OF_ZEROS on, those below are empty.
+    raw: Any
+    zeros: Tensor  # (R,) int64: values that are zero or too small for the bins
+    low: Tensor  # (R,) float32, <= 0
+    high: Tensor  # (R,) float32, >= 0
+    exponent: Tensor  # (R,) int64: 2^exponent <= largest magnitude < 2^(exponent + 1)
+    _factors: list[Tensor] | None  # computed from the exponent
+
     def __init__(self, num_rows: int | None = None) -> None:
         """`num_rows`: of all histograms that must have the same bins, if this one is for some of the rows."""
+        super().__init__()
         self._num_rows = num_rows
-        # (R, 2, keys) int64: positive, negative; the keys of octaves from OCTAVES_OF_ZEROS on, those below are empty.
-        self.raw: Tensor | None = None
-        self.zeros: Tensor  # (R,) int64: values that are zero or too small for the bins
-        self.low: Tensor  # (R,) float32, <= 0
-        self.high: Tensor  # (R,) float32, >= 0
-        self.exponent: Tensor  # (R,) int64: 2^exponent <= largest magnitude < 2^(exponent + 1)
-        self._factors: list[Tensor] | None = None  # computed from the exponent
-
-    @property
-    def is_empty(self) -> bool:
-        return self.raw is None
 
     @property
     def bits(self) -> int:
         """Bins in an octave, as a power of two."""
-        assert self.raw is not None
-        return (self.raw.shape[2] // (NUM_OCTAVES + OCTAVES_OF_ZEROS)).bit_length() - 1
+        return int(self.raw.shape[2] // (NUM_OCTAVES + OCTAVES_OF_ZEROS)).bit_length() - 1
 
     # --- reading
 
@@ -65,8 +64,8 @@ class Histogram:
 
         The first bin is empty: it ends where values begin.
         """
-        assert self.raw is not None
-        return self.raw[..., self._first_key - 1 :]
+        found: Tensor = self.raw[..., self._first_key - 1 :]
+        return found
 
     @property
     def edges(self) -> Tensor:
@@ -131,7 +130,6 @@ class Histogram:
         low, high = extremes(rows)
         check_finite(low, high)
         self._grow(low, high)
-        assert self.raw is not None
         num_rows, num_signs, num_keys = self.raw.shape
         if self._factors is None:
             self._factors = _factors(self.exponent)
@@ -160,20 +158,12 @@ class Histogram:
             return
         device = other.raw.device if self.raw is None else self.raw.device
         self._grow(other.low.to(device), other.high.to(device))
-        assert self.raw is not None
         raw, small = _moved(other.raw.to(device), self.exponent - other.exponent.to(device), self._first_key)
         self.raw += raw
         self.zeros += other.zeros.to(device) + small
 
-    def state(self) -> State:
-        if self.raw is None:
-            return {}
-        return {name: getattr(self, name) for name in ("raw", "zeros", "low", "high", "exponent")}
-
     def load_state(self, state: State) -> None:
-        self.raw = None
-        for name, value in state.items():
-            setattr(self, name, value.clone())  # a copy: the counts are updated in place
+        super().load_state({name: value.clone() for name, value in state.items()})  # the counts are updated in place
         self._factors = None
 
     @property
@@ -187,7 +177,6 @@ class Histogram:
         return _power_of_two(self.exponent - NUM_OCTAVES + 1)
 
     def _count(self, keys: Tensor) -> None:
-        assert self.raw is not None
         flat = self.raw.view(-1)
         if 8 * len(keys) < len(flat):
             flat.index_add_(0, keys, torch.ones_like(keys, dtype=torch.int64))

@@ -22,8 +22,7 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of, slices
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Samples
+from sparsebit.quantization.observers.observer import EVEN_STEPS, HistogramObserver, Range, register_observer
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
 NUM_THRESHOLDS, SMALLEST_FRACTION = 64, 0.02
@@ -103,14 +102,10 @@ def _tail(beyond: Tensor, near: Tensor) -> Tensor:
 
 
 @register_observer("kl_histogram")
-class KlHistogramObserver(Observer[Samples | Histogram]):
+class KlHistogramObserver(HistogramObserver):
     """Least Kullback-Leibler divergence among the thresholds whose error is at most that of min-max."""
 
     FORMATS = EVEN_STEPS
 
-    def new_statistic(self) -> Samples | Histogram:
-        return Samples() if self.target == "weight" else Histogram()
-
-    def range_of(self, statistic: Samples | Histogram) -> Range:
-        spec = self.spec
-        return over_histograms(statistic, lambda h, rows: kl_range(h, spec, distortion_of(h, rows, spec)))
+    def histogram_range(self, histogram: Histogram, rows: Tensor | None) -> Range:
+        return kl_range(histogram, self.spec, distortion_of(histogram, rows, self.spec))

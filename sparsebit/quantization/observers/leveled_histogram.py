@@ -65,23 +65,18 @@ class LeveledHistogram:
             self.num_samples[above] += self.num_samples.pop(lowest)
 
     def state(self) -> State:
-        found = {
-            f"{level}.{name}": value for level, part in self.histograms.items() for name, value in part.state().items()
-        }
+        parts = {level: part.state() for level, part in self.histograms.items()}
+        found = {f"{level}.{name}": value for level, part in parts.items() for name, value in part.items()}
         return found | {f"{level}.samples": torch.tensor(count) for level, count in self.num_samples.items()}
 
     def load_state(self, state: State) -> None:
         self.__init__()  # type: ignore[misc]
-        parts: dict[int, State] = {}
-        for key, value in state.items():
-            level, name = key.split(".")
-            if name == "samples":
-                self.num_samples[int(level)] = int(value)
-            else:
-                parts.setdefault(int(level), {})[name] = value
-        for number, part in parts.items():
-            self.histograms[number] = Histogram()
-            self.histograms[number].load_state(part)
+        for level in dict.fromkeys(key.partition(".")[0] for key in state):
+            prefix, part = f"{level}.", Histogram()
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            self.num_samples[int(level)] = int(own.pop("samples"))
+            part.load_state(own)
+            self.histograms[int(level)] = part
 
     def combined(self) -> Histogram:
         """One histogram of all samples; the values of far larger samples have a weight below 1."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparsebit.numerics.qparams import dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import PerTensor, TensorSpec
-from sparsebit.quantization.observers.distortion import (
-    LONGEST_SAMPLES,
-    Distortion,
-    HistogramDistortion,
-    distortion_of_weights,
-)
+from sparsebit.quantization.observers import distortion as errors
+from sparsebit.quantization.observers.distortion import Distortion, HistogramDistortion
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.leveled_histogram import LeveledHistogram
-from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import EVEN_STEPS, HistogramObserver, Range, register_observer
 from sparsebit.quantization.observers.statistics import Samples, extremes
 
 # Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.02.
@@ -58,7 +56,7 @@ def _best(powers: Tensor, low: Tensor, high: Tensor, distortion: Distortion) -> 
 
 
 @register_observer("mse")
-class MseObserver(Observer[Samples | Histogram | LeveledHistogram]):
+class MseObserver(HistogramObserver):
     """Least squared error between values and quantized values; for weights, also of the outputs that they compute.
 
     For activations with one scale, samples that are far larger than nearly all others get a small weight: see
@@ -67,18 +65,20 @@ class MseObserver(Observer[Samples | Histogram | LeveledHistogram]):
 
     FORMATS = EVEN_STEPS
 
-    def new_statistic(self) -> Samples | Histogram | LeveledHistogram:
-        if self.target == "weight":
-            return Samples()
-        return LeveledHistogram() if isinstance(self.spec.granularity, PerTensor) else Histogram()
+    def new_statistic(self) -> Any:
+        has_levels = self.target != "weight" and isinstance(self.spec.granularity, PerTensor)
+        return LeveledHistogram() if has_levels else super().new_statistic()
 
     def _rows(self, x: Tensor) -> Tensor:
         return x if isinstance(self.statistic, LeveledHistogram) else super()._rows(x)
 
-    def range_of(self, statistic: Samples | Histogram | LeveledHistogram) -> Range:
+    def range_of(self, statistic: Any) -> Range:
         spec = self.spec
         if isinstance(statistic, LeveledHistogram):
             return mse_range(*statistic.extremes(), spec, HistogramDistortion(statistic.combined(), spec))
-        if isinstance(statistic, Samples) and statistic.rows is not None and statistic.rows.shape[1] <= LONGEST_SAMPLES:
-            return mse_range(*extremes(statistic.rows), spec, distortion_of_weights(statistic.rows, spec))
-        return over_histograms(statistic, lambda h, _: mse_range(h.low, h.high, spec, HistogramDistortion(h, spec)))
+        if isinstance(statistic, Samples) and statistic.rows.shape[1] <= errors.LONGEST_SAMPLES:
+            return mse_range(*extremes(statistic.rows), spec, errors.distortion_of_weights(statistic.rows, spec))
+        return super().range_of(statistic)
+
+    def histogram_range(self, histogram: Histogram, rows: Tensor | None) -> Range:
+        return mse_range(histogram.low, histogram.high, self.spec, HistogramDistortion(histogram, self.spec))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
-from sparsebit.config.options import check_options, selected_options
+from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target, as_target
-from sparsebit.config.tensor_config import ActivationObserver, TensorConfig, WeightObserver
+from sparsebit.config.tensor_config import ActivationObserver, WeightObserver
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
@@ -109,22 +109,28 @@ class Observer(Generic[S]):
         return f"{type(self).__name__}({self.spec}, {self.options}, target={self.target!r})"
 
 
-def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram, Tensor | None], Range]) -> Range:
-    """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, if they are kept.
+class HistogramObserver(Observer[Any]):
+    """An observer that reads histograms (`histogram_range`): those of activations, and those of a weight's values."""
 
-    A few dozen rows at a time, to bound the memory.
-    """
-    ends = []
-    if isinstance(statistic, Histogram):
-        starts = range(0, len(statistic.low), ROWS_AT_A_TIME)
-        ends = [range_of(statistic.of_rows(slice(start, start + ROWS_AT_A_TIME)), None) for start in starts]
-    else:
-        assert statistic.rows is not None
-        for rows in statistic.rows.split(ROWS_AT_A_TIME):
-            histogram = Histogram(len(statistic.rows))
-            histogram.update(rows)
-            ends.append(range_of(histogram, rows))
-    return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
+    def new_statistic(self) -> Any:
+        return Samples() if self.target == "weight" else Histogram()
+
+    def histogram_range(self, histogram: Histogram, rows: Tensor | None) -> Range:
+        """The range of each row of the histogram; `rows`: their values, if they are kept."""
+        raise NotImplementedError
+
+    def range_of(self, statistic: Any) -> Range:
+        """A few dozen rows at a time, to bound the memory."""
+        ends = []
+        if isinstance(statistic, Histogram):
+            parts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(statistic.low), ROWS_AT_A_TIME)]
+            ends = [self.histogram_range(statistic.of_rows(part), None) for part in parts]
+        else:
+            for rows in statistic.rows.split(ROWS_AT_A_TIME):
+                histogram = Histogram(len(statistic.rows))
+                histogram.update(rows)
+                ends.append(self.histogram_range(histogram, rows))
+        return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
 
 @overload
@@ -159,12 +165,11 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
         return register_observer(own_type(name), replace=replace, options=options)(name)
 
     def file(kind: ObserverClass) -> ObserverClass:
-        if not (isinstance(kind, type) and issubclass(kind, Observer)):
-            raise ConfigError(f"register_observer({name!r}) on {kind!r}: allowed: a subclass of Observer")
-        if kind.range_of is Observer.range_of:
-            old = " in the place of calc_minmax()" if hasattr(kind, "calc_minmax") else ""
+        is_observer = isinstance(kind, type) and issubclass(kind, Observer)
+        if not is_observer or kind.range_of is Observer.range_of:
             raise ConfigError(
-                f"observer {name!r}: {kind.__name__} must define new_statistic() and range_of(statistic){old}; "
+                f"register_observer({name!r}) on {kind!r}: allowed: a subclass of Observer that defines "
+                "new_statistic() and range_of(statistic) (calc_minmax() in the first Sparsebit); "
                 "docs/guides/add-an-observer.md shows how"
             )
         if options is not None:
@@ -175,11 +180,6 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
         return kind
 
     return file
-
-
-def observer_options(config: TensorConfig) -> Section:
-    """The options of the observer that a tensor's config selects, with that config's values."""
-    return selected_options(config.OBSERVER)
 
 
 def build_observer(

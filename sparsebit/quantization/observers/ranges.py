@@ -12,8 +12,8 @@ from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.config.tensor_config import TensorConfig
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
+from sparsebit.quantization.observers.observer import HistogramObserver, Observer, Range, register_observer
+from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax
 
 
 def percentile_range(histogram: Histogram, alpha: float) -> Range:
@@ -76,16 +76,13 @@ class PercentileOptions(Section):
 
 
 @register_observer("percentile", options=PercentileOptions)
-class PercentileObserver(Observer[Samples | Histogram]):
+class PercentileObserver(HistogramObserver):
     """All but the fraction ALPHA of the values on either side of zero."""
 
     options: PercentileOptions
 
-    def new_statistic(self) -> Samples | Histogram:
-        return Samples() if self.target == "weight" else Histogram()
-
-    def range_of(self, statistic: Samples | Histogram) -> Range:
-        return over_histograms(statistic, lambda histogram, _: percentile_range(histogram, self.options.ALPHA))
+    def histogram_range(self, histogram: Histogram, rows: Tensor | None) -> Range:
+        return percentile_range(histogram, self.options.ALPHA)
 
 
 def ema_ratio(config: TensorConfig) -> float:

@@ -6,7 +6,7 @@ device of its data. A row's values may come in any number of updates; the first 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,84 +28,89 @@ class Statistic(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
-class MinMax:
-    """The lowest and the highest value of each row: `low` and `high`, float32 `(R,)`."""
+class NamedTensors:
+    """A statistic whose state is the tensors in `NAMES`; all of them are None while it is empty."""
+
+    NAMES: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
-        self.low: Tensor | None = None
-        self.high: Tensor | None = None
+        self.load_state({})
 
     @property
     def is_empty(self) -> bool:
-        return self.low is None
+        return getattr(self, self.NAMES[0]) is None
+
+    def state(self) -> State:
+        return {} if self.is_empty else {name: getattr(self, name) for name in self.NAMES}
+
+    def load_state(self, state: State) -> None:
+        for name in self.NAMES:
+            setattr(self, name, state.get(name))
+
+
+class MinMax(NamedTensors):
+    """The lowest and the highest value of each row: `low` and `high`, float32 `(R,)`."""
+
+    NAMES = ("low", "high")
+    low: Any
+    high: Any
 
     def update(self, rows: Tensor) -> None:
         self._widen(*extremes(rows))
 
     def merge(self, other: Self) -> None:
-        if other.low is not None and other.high is not None:
+        if not other.is_empty:
             self._widen(other.low, other.high)
 
-    def state(self) -> State:
-        return {} if self.low is None or self.high is None else {"low": self.low, "high": self.high}
-
-    def load_state(self, state: State) -> None:
-        self.low, self.high = state.get("low"), state.get("high")
-
     def range(self) -> tuple[Tensor, Tensor]:
-        assert self.low is not None and self.high is not None, "an empty statistic has no range"
+        assert not self.is_empty, "an empty statistic has no range"
         return self.low, self.high
 
     def _widen(self, low: Tensor, high: Tensor) -> None:
-        if self.low is None or self.high is None:
-            self.low, self.high = low, high
-            return
-        check_num_rows(self.low, low)
-        self.low = torch.minimum(self.low, low.to(self.low.device))
-        self.high = torch.maximum(self.high, high.to(self.high.device))
+        if not self.is_empty:
+            check_num_rows(self.low, low)
+            low = torch.minimum(self.low, low.to(self.low.device))
+            high = torch.maximum(self.high, high.to(self.high.device))
+        self.low, self.high = low, high
 
 
-class MovingMinMax:
+class MovingMinMax(NamedTensors):
     """Exponential moving averages of the extremes: `v1 = x1`, `vn = ratio * v + (1 - ratio) * xn`, one step per update.
 
     Kept as `v = decayed + ratio^steps * first` with `decayed` started at zero, so that "A, then B" merges exactly.
     """
 
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-        self.steps = 0
-        self.first: Tensor | None = None  # (2, R): low, high
-        self.decayed: Tensor | None = None
+    NAMES = ("first", "decayed")
+    first: Any  # (2, R): low, high
+    decayed: Any
 
-    @property
-    def is_empty(self) -> bool:
-        return self.first is None
+    def __init__(self, ratio: float) -> None:
+        super().__init__()
+        self.ratio = ratio
 
     def update(self, rows: Tensor) -> None:
-        self._append(torch.stack(extremes(rows)).double(), None, 1)
+        first = torch.stack(extremes(rows)).double()
+        self._append(first, (1 - self.ratio) * first, 1)
 
     def merge(self, other: Self) -> None:
         """The average over this one's updates followed by the other's."""
-        if other.first is not None:
+        if not other.is_empty:
             self._append(other.first, other.decayed, other.steps)
 
     def state(self) -> State:
-        if self.first is None or self.decayed is None:
-            return {}
-        return {"first": self.first, "decayed": self.decayed, "steps": torch.tensor(self.steps)}
+        return {} if self.is_empty else {**super().state(), "steps": torch.tensor(self.steps)}
 
     def load_state(self, state: State) -> None:
-        self.first, self.decayed = state.get("first"), state.get("decayed")
+        super().load_state(state)
         self.steps = int(state["steps"]) if state else 0
 
     def range(self) -> tuple[Tensor, Tensor]:
-        assert self.first is not None and self.decayed is not None, "an empty statistic has no range"
+        assert not self.is_empty, "an empty statistic has no range"
         low, high = self.decayed + self.ratio**self.steps * self.first
         return low, high
 
-    def _append(self, first: Tensor, decayed: Tensor | None, steps: int) -> None:
-        decayed = (1 - self.ratio) * first if decayed is None else decayed
-        if self.first is None or self.decayed is None:
+    def _append(self, first: Tensor, decayed: Tensor, steps: int) -> None:
+        if self.is_empty:
             self.first, self.decayed, self.steps = first, decayed, steps
             return
         check_num_rows(self.first[0], first[0])
@@ -113,32 +118,22 @@ class MovingMinMax:
         self.steps += steps
 
 
-class Samples:
+class Samples(NamedTensors):
     """The values themselves, `(R, n)`. For weights: they are in memory anyway, and each row has few."""
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self.rows is None
+    NAMES = ("rows",)
+    rows: Any
 
     def update(self, rows: Tensor) -> None:
         check_finite(*extremes(rows))
-        if self.rows is not None:
+        if not self.is_empty:
             check_num_rows(self.rows, rows)
             rows = torch.cat([self.rows, rows.to(self.rows)], dim=1)
         self.rows = rows
 
     def merge(self, other: Self) -> None:
-        if other.rows is not None:
+        if not other.is_empty:
             self.update(other.rows)
-
-    def state(self) -> State:
-        return {} if self.rows is None else {"rows": self.rows}
-
-    def load_state(self, state: State) -> None:
-        self.rows = state.get("rows")
 
 
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:

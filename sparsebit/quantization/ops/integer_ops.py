@@ -7,7 +7,7 @@ ops are plain fake-quant: the difference is far below the noise of training.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 # Whole numbers up to 2^24 are exact in float32; half of that leaves room for intermediate sums.
 LARGEST_EXACT = float(1 << 23)
-_Three = tuple[Tensor, Tensor, Tensor]
 
 
 class IntegerKernel(nn.Module):
@@ -39,6 +38,13 @@ class IntegerKernel(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(quantizer.name for quantizer in self.sources)
 
+    def exact(self, kernel: Callable[..., Tensor], plain: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The value of `kernel` for two tensors, with the gradient of the plain one."""
+        with torch.no_grad():
+            scales, zero_points = zip(*(quantizer.qparams() for quantizer in self.sources), strict=True)
+            found = kernel(left, right, scales, zero_points)
+        return with_gradient_of(plain, found)
+
 
 class IntegerLayer(IntegerKernel):
     """conv, linear or addmm: exact sums of codes, the int32 bias, one multiplication, one rounding."""
@@ -47,39 +53,30 @@ class IntegerLayer(IntegerKernel):
         super().__init__(input_quantizer, weight_quantizer, *([output] if output is not None else []))
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        channel_axis: int,
-        compute: Callable[[Tensor, Tensor], Tensor],
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, channel_axis: int, compute: Callable[..., Tensor]
     ) -> Tensor:
         """`x`, `weight` and `bias` on their grids; `compute(x, weight)` is the layer without its bias."""
         input_scale, weight_scale, *output = (q.qparams()[0].detach().to(x) for q in self.sources)
-        shape = [1] * weight.ndim
-        shape[self.sources[1].spec.granularity.axis or 0] = -1
+        wide_scale = _along(weight_scale, weight.ndim, self.sources[1].spec.granularity.axis or 0)
         codes = integer_kernels.codes_from_zero(x, input_scale)
-        weight_codes = integer_kernels.codes_from_zero(
-            weight, weight_scale.reshape(shape) if weight_scale.ndim else weight_scale
-        )
+        weight_codes = integer_kernels.codes_from_zero(weight, wide_scale)
         sums = compute(codes, weight_codes)
         if sums.numel() and sums.abs().max() >= LARGEST_EXACT:
             sums = compute(codes.double(), weight_codes.double()).round_().to(x.dtype)
         else:
             sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to round to them
-        along = [1] * sums.ndim
-        along[channel_axis] = -1
-        step = input_scale * weight_scale
-        step = step.reshape(along) if step.ndim else step
+        step = _along(input_scale * weight_scale, sums.ndim, channel_axis)
         if bias is not None:
-            sums.add_(torch.div(bias.reshape(along), step).round_())
+            sums.add_(torch.div(_along(bias, sums.ndim, channel_axis), step).round_())
         if not output:
             return sums.mul_(step)
         return integer_kernels.requantized(sums, step / output[0], output[0])
 
 
 class IntegerAdd(IntegerKernel):
-    """An addition of two quantized tensors whose sum is quantized."""
+    """An addition of two quantized tensors whose sum is quantized; `op`: the function, or the name of a method."""
+
+    KERNEL: ClassVar[Callable[..., Tensor]] = staticmethod(integer_kernels.add)
 
     def __init__(self, op: Any, left: Quantizer, right: Quantizer, output: Quantizer) -> None:
         super().__init__(left, right, output)
@@ -89,54 +86,37 @@ class IntegerAdd(IntegerKernel):
         plain = getattr(left, self.op)(right) if isinstance(self.op, str) else self.op(left, right)
         if not self.is_active or left.dtype != torch.float32 or not self.has_kernel(left, right):
             return plain
-        numbers = [quantizer.qparams() for quantizer in self.sources]
-        with torch.no_grad():
-            scales, zero_points = zip(*numbers, strict=True)
-            exact = self.exact(left, right, scales, zero_points)
-        return with_gradient_of(plain, exact)
+        return self.exact(self.KERNEL, plain, left, right)
 
     def has_kernel(self, left: Tensor, right: Tensor) -> bool:
         return left.shape == right.shape
-
-    def exact(self, left: Tensor, right: Tensor, scales: _Three, zero_points: _Three) -> Tensor:
-        return integer_kernels.add(left, right, scales, zero_points)
 
 
 class IntegerProduct(IntegerAdd):
     """A quantized product of two quantized tensors in the graph: a gate of squeeze and excitation."""
 
+    KERNEL = staticmethod(integer_kernels.multiply)
+
     def has_kernel(self, left: Tensor, right: Tensor) -> bool:
         return left.dtype == right.dtype
 
-    def exact(self, left: Tensor, right: Tensor, scales: _Three, zero_points: _Three) -> Tensor:
-        return integer_kernels.multiply(left, right, scales, zero_points)
-
 
 class IntegerMultiply(IntegerKernel):
-    """A quantized product of two quantized tensors."""
-
-    def __init__(self, left: Quantizer, right: Quantizer, output: Quantizer) -> None:
-        super().__init__(left, right, output)
+    """A quantized product of two quantized tensors, `left`, `right` and `output`."""
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         plain = left * right
         if not self.is_active or left.dtype != torch.float32:
             return plain
-        with torch.no_grad():
-            scales, zero_points = zip(*(quantizer.qparams() for quantizer in self.sources), strict=True)
-            exact = integer_kernels.multiply(left, right, scales, zero_points)
-        return with_gradient_of(plain, exact)
+        return self.exact(integer_kernels.multiply, plain, left, right)
 
 
 class IntegerHardSigmoid(IntegerKernel):
     """A quantized hard sigmoid of a quantized tensor: `(x + 3) / 6`, which saturation clips.
 
     The runtime has no integer kernel for it, but one for `x + 3`, whose result on a six times coarser grid has the
-    codes of the gate. See `deploy.hard_sigmoid_layout`.
+    codes of the gate. See `deploy.hard_sigmoid_layout`. The quantizers: of `x` and of the gate.
     """
-
-    def __init__(self, x: Quantizer, gate: Quantizer) -> None:
-        super().__init__(x, gate)
 
     def forward(self, x: Tensor) -> Tensor:
         plain = nn.functional.hardsigmoid(x)
@@ -162,6 +142,11 @@ class IntegerHardSigmoid(IntegerKernel):
             and spec.bits == 8
             and integer_kernels.saturates_as_hard_sigmoid(float(scale), float(zero_point), spec.qmin, spec.qmax)
         )
+
+
+def _along(numbers: Tensor, ndim: int, axis: int) -> Tensor:
+    """One number per channel, in the shape that matches a tensor of `ndim` dimensions; a single number as it is."""
+    return numbers.reshape([-1 if dim == axis % ndim else 1 for dim in range(ndim)]) if numbers.ndim else numbers
 
 
 def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:

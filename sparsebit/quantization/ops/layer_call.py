@@ -30,6 +30,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_
 # A forward set on an instance may refer to the layer itself: then only the layer's own tensors are read.
 _SWAPPING = threading.RLock()
 _ABSENT = object()
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 def current_weight(layer: nn.Module) -> Tensor:
@@ -45,9 +47,7 @@ def current_weight(layer: nn.Module) -> Tensor:
 
 @contextlib.contextmanager
 def at_rest(layer: nn.Module) -> Iterator[None]:
-    """Inside, reading the layer's weight has no side effect: in train mode a spectral norm takes a step at every
-    read.
-    """
+    """Inside, reading the layer's weight has no side effect: in training a spectral norm takes a step at every read."""
     parametrizations: Any = getattr(layer, "parametrizations", None)
     parts = [layer, *(parametrizations.modules() if is_parametrized(layer) else ())]
     modes = [part.training for part in parts]
@@ -60,9 +60,7 @@ def at_rest(layer: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def forward_with(
-    layer: nn.Module, weight: Tensor, bias: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def forward_with(layer: nn.Module, weight: Tensor, bias: Tensor | None, args: Args, kwargs: Kwargs) -> Any:
     """`layer.forward(*args, **kwargs)` with these tensors instead of its own; hooks are not called."""
     kind: type[nn.Module] = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
     if "forward" in layer.__dict__:
@@ -75,22 +73,22 @@ def forward_with(
             return layer._conv_forward(args[0], weight, bias)  # type: ignore[operator]
     if forward in _TRANSPOSED_CONVS:
         return _transposed(layer, weight, bias, *args, **kwargs)
-    if forward is nn.Embedding.forward:
-        return _embedded(layer, weight, *args, **kwargs)
+    if forward is nn.Embedding.forward and len(args) == 1 and not kwargs:
+        rest = (layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse)
+        return F.embedding(args[0], weight, *rest)  # type: ignore[arg-type]
     call = _Call(layer, kind, _tensors(weight, bias), args, kwargs)
     return _swapped(call) if torch.compiler.is_dynamo_compiling() else _by_a_twin(call, forward)
 
 
-def call_with_hooks(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_with_hooks(layer: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """`layer(*args, **kwargs)` with `forward` instead of its own: hooks see the layer and its original arguments."""
     if _has_any_global_hook() or layer._backward_hooks or layer._backward_pre_hooks:
         twin = object.__new__(type(layer))
         twin.__dict__.update(layer.__dict__, forward=forward)
         for registry in _HOOKS:
             hooks: dict[int, Any] = layer.__dict__[registry]
-            twin.__dict__[registry] = {key: _told_of(layer, hook) for key, hook in hooks.items()}
+            calls = {key: lambda _, *rest, hook=hook: hook(layer, *rest) for key, hook in hooks.items()}
+            twin.__dict__[registry] = calls
         return twin(*args, **kwargs)
     for key, hook in list(layer._forward_pre_hooks.items()):
         if key in layer._forward_pre_hooks_with_kwargs:
@@ -113,24 +111,13 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(own) or bool(_has_any_global_hook())
 
 
-def _told_of(layer: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *rest: hook(layer, *rest)
-
-
-def _transposed(
-    layer: Any, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: list[int] | None = None
-) -> Tensor:
+def _transposed(layer: Any, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None) -> Tensor:
     num_dims = len(layer.kernel_size)
     form = (layer.stride, layer.padding, layer.kernel_size, num_dims, layer.dilation)
     output_padding = layer._output_padding(input, output_size, *form)
     rest = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
     output: Tensor = _TRANSPOSED[num_dims](input, weight, bias, *rest)
     return output
-
-
-def _embedded(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
-    rest = (layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse)
-    return F.embedding(input, weight, *rest)
 
 
 def _tensors(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
@@ -143,8 +130,8 @@ class _Call(NamedTuple):
     layer: nn.Module
     kind: type[nn.Module]
     tensors: dict[str, Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
     @property
     def is_parametrized(self) -> bool:

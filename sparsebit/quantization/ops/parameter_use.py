@@ -18,18 +18,11 @@ from sparsebit.graph.state.outer_state import undisturbed_outer_state
 
 # By name: for each operand the axis along which products are summed up; None for an operand that is not a factor.
 _PRODUCTS: dict[str, tuple[int | None, ...]] = {
-    "mm": (-1, -2),
-    "bmm": (-1, -2),
-    "mv": (-1, -1),
-    "addmm": (None, -1, -2),
+    # The last one is transformers' own operator, used if torch has no grouped product.
+    **dict.fromkeys(("mm", "bmm", "_grouped_mm", "grouped_mm_fallback"), (-1, -2)),
+    **dict.fromkeys(("mv", "linear", "mkldnn_linear"), (-1, -1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (None, -1, -2)),
     "addmv": (None, -1, -1),
-    "baddbmm": (None, -1, -2),
-    "addbmm": (None, -1, -2),
-    "_grouped_mm": (-1, -2),
-    "linear": (-1, -1),
-    "mkldnn_linear": (-1, -1),
-    # transformers' own operator, used if torch has no grouped product
-    "grouped_mm_fallback": (-1, -2),
 }
 # Copies of a parameter, or of a part of it, with its axes in the same order in memory.
 _COPIES = frozenset({"index", "index_select", "_to_copy", "clone", "contiguous", "_unsafe_view", "copy"})
@@ -82,9 +75,7 @@ class UseOfParameters(TorchDispatchMode):
 
 
 def axis_of(parameter: Tensor, operand: Tensor, axis: int) -> int | None:
-    """The axis of the parameter that corresponds to the operand's axis: the one of its size; of several, of its
-    stride.
-    """
+    """The axis of the parameter that corresponds to the operand's axis, by its size; by its stride among several."""
     if operand.ndim < -axis:
         return None
     size, stride = operand.shape[axis], operand.stride(axis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,8 @@ from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with,
 from sparsebit.quantization.ops.repeated_calls import CallArithmetics, note_grid
 from sparsebit.quantization.quantizers.base import Quantizer
 
+Op = nn.Module | Callable[..., Any] | str
+
 
 class QuantOpr(StandIn):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
@@ -31,17 +34,19 @@ class QuantOpr(StandIn):
     """
 
     KIND: ClassVar[OpKind] = OpKind.UNARY
+    op: Op
+    row: OpRow
+    input_quantizer: Quantizer
+    weight_quantizer: Quantizer | None
 
     def __init__(
         self,
-        op: nn.Module | Callable[..., Any] | str | None = None,
+        op: Op | None = None,
         row: OpRow | None = None,
         input_quantizer: Quantizer | None = None,
         weight_quantizer: Quantizer | None = None,
     ) -> None:
-        """Without arguments, because constructors `__init__(self, org_module, config)` call it so: `new` sets the
-        rest.
-        """
+        """Constructors `__init__(self, org_module, config)` call it without arguments: `new` sets the rest."""
         super().__init__()
         # Set if the runtime executes the layer in integers.
         self.bias_rounding: BiasRounding | None = None
@@ -50,32 +55,24 @@ class QuantOpr(StandIn):
         if op is not None and row is not None and input_quantizer is not None:
             self._fill(op, row, input_quantizer, weight_quantizer)
 
-    def _fill(
-        self,
-        op: nn.Module | Callable[..., Any] | str,
-        row: OpRow,
-        input_quantizer: Quantizer,
-        weight_quantizer: Quantizer | None,
-    ) -> None:
-        self.op = op
-        self.row = row
-        self.input_quantizer = input_quantizer
-        self.weight_quantizer = weight_quantizer
+    def _fill(self, op: Op, row: OpRow, input_quantizer: Quantizer, weight_quantizer: Quantizer | None) -> None:
+        self.op, self.row = op, row
+        self.input_quantizer, self.weight_quantizer = input_quantizer, weight_quantizer
 
     @classmethod
-    def new(
-        cls,
-        op: nn.Module | Callable[..., Any] | str,
-        row: OpRow,
-        input_quantizer: Quantizer,
-        weight_quantizer: Quantizer | None = None,
-    ) -> Self:
+    def new(cls, op: Op, row: OpRow, input_quantizer: Quantizer, weight_quantizer: Quantizer | None = None) -> Self:
         """The op with its quantizers. A user's class may have the constructor `__init__(self, org_module, config)`."""
         if "org_module" not in inspect.signature(cls).parameters:
             return cls(op, row, input_quantizer, weight_quantizer)
         made = cls(op, None)
         made._fill(op, row, input_quantizer, weight_quantizer)
         return made
+
+    @property
+    def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
+        """The int32 bias and the integer kernel, for each input's grid."""
+        calls: Any = [self] if self.per_call is None else self.per_call
+        return [(call.bias_rounding, call.integer) for call in calls]
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch this op's weight and input quantizers on or off."""
@@ -117,9 +114,7 @@ class QuantOpr(StandIn):
             return getattr(op, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that only the layer has (`conv.stride`, `linear.weight`) are set on the layer, where they are
-        read.
-        """
+        """Attributes that only the layer has (`conv.stride`, `linear.weight`) are set where they are read, on it."""
         op = self.__dict__.get("_modules", {}).get("op")
         is_own = op is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
         if not is_own and hasattr(op, name):
@@ -138,11 +133,9 @@ class QuantOpr(StandIn):
     def __repr__(self) -> str:
         """One line: the op, and its quantizers (with their numbers once they are on)."""
         inner = self.op.extra_repr() if isinstance(self.op, nn.Module) else ""
-        parts = [inner] if inner else []
-        parts.append(f"input={self.input_quantizer.summary()}")
-        if self.weight_quantizer is not None:
-            parts.append(f"weight={self.weight_quantizer.summary()}")
-        return f"{self._get_name()}({', '.join(parts)})"
+        quantizers = {"input": self.input_quantizer, "weight": self.weight_quantizer}
+        parts = [f"{name}={quantizer.summary()}" for name, quantizer in quantizers.items() if quantizer is not None]
+        return f"{self._get_name()}({', '.join([inner, *parts] if inner else parts)})"
 
 
 class WeightedQuantOpr(QuantOpr):
@@ -161,46 +154,26 @@ class WeightedQuantOpr(QuantOpr):
         return with_own_tensors(self._compute_layer(args, kwargs), args)
 
     def _compute_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bias_rounding, integer = self.arithmetic_for(args)
+        arithmetic = self.bias_rounding, self.integer
+        bias_rounding, integer = arithmetic if self.per_call is None or not args else self.per_call.choose(args[0])
         args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:
             return self.op.forward(*args, **kwargs)
         weight, bias = self.weight_quantizer(self.op.weight), self.stored_bias()
         if bias is not None and bias_rounding is not None:
             bias = bias_rounding(bias)
-        if integer is not None and integer.is_active and _is_one_float32(args, kwargs):
-            return self._in_integers(integer, args[0], weight, bias)
+        is_plain = len(args) == 1 and not kwargs
+        if integer is not None and integer.is_active and is_plain and args[0].dtype == torch.float32:
+            compute = partial(_forward_of, self.op)
+            return _in_integers(self.row, integer, args[0], weight, bias, compute)
         return forward_with(self.op, weight, bias, args, kwargs)
 
-    def arithmetic_for(self, args: tuple[Any, ...]) -> tuple[BiasRounding | None, IntegerLayer | None]:
-        """The int32 bias and the integer kernel for a call with these arguments."""
-        if self.per_call is not None and args:
-            return self.per_call.choose(args[0])
-        return self.bias_rounding, self.integer
-
-    def stored_bias(self) -> torch.Tensor | None:
+    def stored_bias(self) -> Tensor | None:
         return getattr(self.op, "bias", None)
-
-    @property
-    def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
-        """The int32 bias and the integer kernel, for each input's grid."""
-        if self.per_call is not None:
-            return [(call.bias_rounding, call.integer) for call in self.per_call]
-        return [(self.bias_rounding, self.integer)]
-
-    def _in_integers(
-        self, integer: IntegerLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Any:
-        def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-            return forward_with(self.op, weight, bias, (x,), {})
-
-        return _in_integers(self.row, integer, x, weight, bias, compute)
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
-    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, possibly computed in the
-    forward.
-    """
+    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, perhaps computed in the call."""
 
     weight_quantizer: Quantizer
 
@@ -213,31 +186,23 @@ class FunctionalWeightedQuantOpr(QuantOpr):
             return self.compute(*args, **kwargs)
         return self._rounded(args, kwargs)
 
-    @property
-    def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
-        return [(self.bias_rounding, self.integer)]
-
-    def stored_bias(self) -> torch.Tensor | None:
+    def stored_bias(self) -> Tensor | None:
         """The bias as calibration saw it; it does not depend on any input."""
         return None if self.bias_rounding is None else self.bias_rounding.seen
 
     def _rounded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Round the bias to int32 and take the integer kernel's value, if the tensors have the shapes of a layer's."""
-        places = {
-            "x": input_argument(self.row, args, kwargs, is_module=False),
-            "weight": weight_argument(self.row, args, kwargs),
-            "bias": bias_argument(self.row, args, kwargs),
-        }
-        given = {name: _at(args, kwargs, place) for name, place in places.items()}
-        x, weight, bias = given.values()
+        call = (self.row, args, kwargs)
+        places = (input_argument(*call, is_module=False), weight_argument(*call), bias_argument(*call))
+        x, weight, bias = (_at(args, kwargs, place) for place in places)
         if weight.ndim < 2 or (bias is not None and bias.shape != weight.shape[self.row.channel_axis :][:1]):
             return self.compute(*args, **kwargs)
         if bias is not None and self.bias_rounding is not None:
             bias = self.bias_rounding(bias)
 
-        def compute(*tensors: torch.Tensor | None) -> Any:
+        def compute(*tensors: Tensor | None) -> Any:
             positional, named = list(args), dict(kwargs)
-            for place, tensor in zip(places.values(), tensors, strict=True):
+            for place, tensor in zip(places, tensors, strict=True):
                 if isinstance(place, str):
                     named[place] = tensor
                 elif place is not None:
@@ -264,13 +229,7 @@ class MultipleInputsQuantOpr(QuantOpr):
 class GatedQuantOpr(QuantOpr):
     """`x * sigmoid(x)`, or with a hard sigmoid, where a runtime executes two integer ops: the gate is quantized too."""
 
-    def __init__(
-        self,
-        op: nn.Module | Callable[..., Any] | str,
-        row: OpRow,
-        input_quantizer: Quantizer,
-        gate_quantizer: Quantizer,
-    ) -> None:
+    def __init__(self, op: Op, row: OpRow, input_quantizer: Quantizer, gate_quantizer: Quantizer) -> None:
         super().__init__(op, row, input_quantizer)
         self.gate_quantizer = gate_quantizer
         # The runtime's own arithmetic, if it is known.
@@ -281,13 +240,9 @@ class GatedQuantOpr(QuantOpr):
         if not self.gate_quantizer.is_enable and not self.gate_quantizer.observing:
             return super().compute(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        gate = self.gate_quantizer(self._gate(x))
+        gate_of = F.hardsigmoid if self.hard_gate is None else self.hard_gate
+        gate = self.gate_quantizer(gate_of(x) if self.row.name == "hardswish" else torch.sigmoid(x))
         return x * gate if self.product is None else self.product(x, gate)
-
-    def _gate(self, x: Tensor) -> Tensor:
-        if self.row.name != "hardswish":
-            return torch.sigmoid(x)
-        return F.hardsigmoid(x) if self.hard_gate is None else self.hard_gate(x)
 
 
 class QIdentity(QuantOpr):
@@ -295,9 +250,7 @@ class QIdentity(QuantOpr):
 
     def __init__(self, input_quantizer: Quantizer) -> None:
         super().__init__()
-        self.op = "identity"
-        self.input_quantizer = input_quantizer
-        self.weight_quantizer = None
+        self.op, self.input_quantizer, self.weight_quantizer = "identity", input_quantizer, None
         self.notes_grid = False  # set if a layer chooses its arithmetic by this grid
 
     def forward(self, x: Any) -> Any:
@@ -350,24 +303,19 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None) 
     return None if place is None else kwargs[place] if isinstance(place, str) else args[place]
 
 
-def _in_integers(
-    row: OpRow,
-    integer: IntegerLayer,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any],
-) -> Any:
-    """The value of the integer kernel; if gradients are needed, those of the plain op."""
+def _forward_of(op: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    return forward_with(op, weight, bias, (x,), {})
 
-    def sums(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
+
+def _in_integers(
+    row: OpRow, integer: IntegerLayer, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Callable[..., Any]
+) -> Any:
+    """The value of the integer kernel; `compute`: the plain op, whose gradients are taken if they are needed."""
+
+    def sums(codes: Tensor, weight_codes: Tensor) -> Any:
         return compute(codes, weight_codes, None if bias is None else codes.new_zeros(bias.shape))
 
     channel_axis = x.ndim - weight.ndim + 1 if row.name == "conv" else -1  # one less for an unbatched image
     with torch.no_grad():
         exact = integer(x, weight, bias, channel_axis, sums)
     return with_gradient_of(compute(x, weight, bias), exact) if torch.is_grad_enabled() else exact
-
-
-def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and args[0].dtype == torch.float32

@@ -38,12 +38,6 @@ def register_qmodule(
     ...     def compute(self, x):
     ...         return torch.erf(x)
     """
-    for source in sources:
-        if not (isinstance(source, str) or callable(source)):
-            raise ConfigError(
-                f"register_qmodule: {source!r} is neither a module class, a function nor the name of a tensor's method"
-            )
-
     # `torch.Tensor.erf` is the method that graphs call by its name.
     methods = [source.__name__ for source in sources if _is_method(source)]
 
@@ -52,15 +46,13 @@ def register_qmodule(
         if "_forward" in vars(implementation) and not {"compute", "forward"} & vars(implementation).keys():
             implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
         guess = OpKind.WEIGHTED if weight else getattr(implementation, "KIND", None)
-        if guess is None:
-            raise ConfigError(f"register_qmodule: {implementation!r} is not a subclass of QuantOpr")
-        row = OpRow(
-            name or implementation.__name__.lower(),
-            kind or guess,
-            inputs=inputs,
-            weight=weight,
-            implementation=implementation,
-        )
+        if guess is None or not all(isinstance(source, str) or callable(source) for source in sources):
+            raise ConfigError(
+                f"register_qmodule({list(sources)}) on {implementation!r}: allowed: module classes, functions and "
+                "names of a tensor's methods, on a subclass of QuantOpr"
+            )
+        name_of_op = name or implementation.__name__.lower()
+        row = OpRow(name_of_op, kind or guess, inputs=inputs, weight=weight, implementation=implementation)
         QMODULE_MAP.update(dict.fromkeys([*sources, *methods], row))
         return implementation
 
@@ -74,8 +66,5 @@ def _is_method(source: Any) -> bool:
 
 def registered_module_types() -> tuple[type[nn.Module], ...]:
     """Module classes that users registered: leaves of the capture."""
-    return tuple(
-        source
-        for source, row in QMODULE_MAP.items()
-        if row.implementation is not None and isinstance(source, type) and issubclass(source, nn.Module)
-    )
+    found = [source for source, row in QMODULE_MAP.items() if row.implementation is not None]
+    return tuple(source for source in found if isinstance(source, type) and issubclass(source, nn.Module))

@@ -6,7 +6,6 @@ The layer chooses by that name: so a model can be shared between threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,24 +28,17 @@ class CallArithmetic(nn.Module):
         self.integer = integer
 
 
-class CallArithmetics(nn.Module):
+class CallArithmetics(nn.ModuleList):
     """One `CallArithmetic` per input's grid."""
-
-    def __init__(self, calls: Iterable[CallArithmetic]) -> None:
-        super().__init__()
-        self.calls = nn.ModuleList(calls)
 
     def choose(self, x: Any) -> tuple[BiasRounding | None, IntegerLayer | None]:
         """Those for a call with this input; none if its grid is unknown."""
         name = None if torch.compiler.is_dynamo_compiling() else getattr(x, _GRID, None)
+        call: Any
         for call in self if name is not None else ():
             if call.source == name:
                 return call.bias_rounding, call.integer
         return None, None
-
-    def __iter__(self) -> Iterator[CallArithmetic]:
-        calls: Any = self.calls
-        return iter(calls)
 
 
 def note_grid(x: Any, quantizer: Quantizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sparsebit.deploy.audit.region_times import RegionTimes
@@ -37,12 +37,8 @@ class Costs:
 
     def of(self, graph: TracedGraph, floats: Floats) -> float:
         """The predicted time of a placement."""
-        total = sum(
-            self.floating[place] if place in floats else self.integer[place] for place in range(len(self.integer))
-        )
-        return total + sum(
-            self.of_conversion(n) for left, right, n in edges(graph) if (left in floats) != (right in floats)
-        )
+        total = sum((self.floating if p in floats else self.integer)[p] for p in range(len(self.integer)))
+        return total + sum(self.of_conversion(n) for n in _converted(graph, floats))
 
     def of_conversion(self, num_elements: int) -> float:
         return _PER_CALL_MS + self.per_element * num_elements
@@ -56,8 +52,7 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
     """
     scale = ratio * floating.total_ms / quantized.total_ms if quantized.total_ms else 1.0
     integer_ms, float_ms = quantized.by_layer(), floating.by_layer()
-    fixed = fixed_floats(graph)
-    converted = sum(n for left, right, n in edges(graph) if (left in fixed) != (right in fixed))
+    converted = sum(_converted(graph, fixed_floats(graph)))
     spent = scale * quantized.conversion_ms
     per_element = spent / converted if converted and spent else _USUAL_MS
     return Costs(
@@ -67,17 +62,22 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
     )
 
 
+def _converted(graph: TracedGraph, floats: Floats) -> list[int]:
+    """The sizes of the tensors that a placement converts."""
+    return [n for left, right, n in edges(graph) if (left in floats) != (right in floats)]
+
+
 def fixed_floats(graph: TracedGraph) -> Floats:
     """The units that the default placement runs in float."""
     return frozenset(place for place, unit in enumerate(graph.units) if not unit.can_be_integer)
 
 
-def cheapest(graph: TracedGraph, costs: Costs, weight: float = 1.0) -> Floats:
-    """The placement with the least sum of units and conversions, with conversions at `weight` times their cost."""
+def cheapest(graph: TracedGraph, costs: Costs) -> Floats:
+    """The placement with the least sum of units and conversions."""
     fixed = fixed_floats(graph)
     integer = [math.inf if place in fixed else ms for place, ms in enumerate(costs.integer)]
-    weighted = [(left, right, weight * costs.of_conversion(n)) for left, right, n in edges(graph)]
-    ours = cheapest_split(integer, costs.floating, weighted)
+    conversions = [(left, right, costs.of_conversion(n)) for left, right, n in edges(graph)]
+    ours = cheapest_split(integer, costs.floating, conversions)
     return frozenset(place for place, is_integer in enumerate(ours) if not is_integer)
 
 
@@ -112,10 +112,9 @@ def islands(graph: TracedGraph, floats: Floats) -> Iterator[tuple[str, Floats]]:
                 yield f"{size} in float", floats | part
 
 
-def singles(graph: TracedGraph, costs: Costs, floats: Floats) -> Iterator[tuple[str, Floats]]:
+def singles(graph: TracedGraph, gains: Sequence[float], floats: Floats) -> Iterator[tuple[str, Floats]]:
     """Single integer units that are cheaper in float by the cost model, the most promising first."""
-    gains = {place: costs.integer[place] - costs.floating[place] for place in range(len(graph.units))}
-    for place in sorted(gains, key=lambda place: -gains[place]):
+    for place in sorted(range(len(graph.units)), key=lambda place: -gains[place]):
         if place not in floats and gains[place] > 0:
             yield f"{graph.units[place].layer or graph.units[place].nodes[0]} in float", floats | {place}
 
@@ -127,12 +126,11 @@ def _component(graph: TracedGraph, among: set[int]) -> set[int]:
         if left in among and right in among:
             near[left].add(right)
             near[right].add(left)
-    start = min(among)
-    found, stack = {start}, [start]
-    while stack:
-        for other in near[stack.pop()] - found:
-            found.add(other)
-            stack.append(other)
+    found: set[int] = set()
+    new = {min(among)}
+    while new:
+        found |= new
+        new = set().union(*(near[place] for place in new)) - found
     return found
 
 

@@ -7,6 +7,7 @@ candidate is profiled, fast or not, and its measurements replace assumptions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -104,18 +105,15 @@ class LearnedCosts:
         places = range(self.size)
         integer = [math.inf if place in self.fixed else self.of_unit(place, is_float=False) for place in places]
         floating = [self.of_unit(place, is_float=True) for place in places]
-        integer.append(math.inf)
-        floating.append(0.0)
         # A tensor is converted once for all its readers: a separate node pays for it, and infinite edges tie both.
+        nothings = [0.0] * (2 * len(self.handed))
+        integer, floating = [*integer, math.inf, *nothings], [*floating, 0.0, *nothings]
         paid: list[tuple[int, int, float]] = []
-        for handed in self.handed:
-            up, down = len(integer), len(integer) + 1
-            integer += [0.0, 0.0]
-            floating += [0.0, 0.0]
+        for up, handed in zip(itertools.count(self.size + 1, 2), self.handed, strict=False):
             paid.append((handed.producer, up, weight * self.of_conversion(handed, "to float")))
             paid += [(up, consumer, math.inf) for consumer in handed.consumers]
-            paid.append((down, handed.producer, weight * self.of_conversion(handed, "to integers")))
-            paid += [(consumer, down, math.inf) for consumer in handed.consumers]
+            paid.append((up + 1, handed.producer, weight * self.of_conversion(handed, "to integers")))
+            paid += [(consumer, up + 1, math.inf) for consumer in handed.consumers]
         sides = cheapest_split(integer, floating, paid, both_ways=False)
         return frozenset(place for place in places if not sides[place])
 

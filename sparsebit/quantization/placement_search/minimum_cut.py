@@ -9,11 +9,7 @@ _SMALLEST = 1e-12
 
 
 def cheapest_split(
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    edges: Iterable[tuple[int, int, float]],
-    *,
-    both_ways: bool = True,
+    ours: Sequence[float], theirs: Sequence[float], edges: Iterable[tuple[int, int, float]], *, both_ways: bool = True
 ) -> tuple[bool, ...]:
     """For each node whether it is on our side, so that the sum of all costs is the least.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,24 @@ class PlacementProfile:
     seconds: float
     choices: tuple[Choice, ...] = ()
 
+    @classmethod
+    def measured(
+        cls, qmodel: QuantModel, runtime: str, num_threads: int, out: Collection[str], *, is_float: bool, **rest: Any
+    ) -> PlacementProfile:
+        """The profile of a placement on this machine, without the sites in `out`; `rest`: its other fields."""
+        return cls(
+            backend=qmodel.config.BACKEND,
+            runtime=runtime,
+            runtime_version=runtime_version(runtime),
+            cpu=cpu_name(),
+            machine=platform.machine(),
+            num_threads=num_threads,
+            architecture=architecture_facts(qmodel.original).architecture,
+            floats=tuple(name for name in qmodel.plan if name in out),
+            is_float=is_float,
+            **rest,
+        )
+
     @property
     def words(self) -> str:
         """The result in a sentence."""
@@ -83,21 +103,20 @@ class PlacementProfile:
 
     def check(self, qmodel: QuantModel) -> list[str]:
         """Raise for a profile of another model or backend; returns other differences, for warnings."""
-        if self.backend != qmodel.config.BACKEND:
+        is_same_model = self.architecture == architecture_facts(qmodel.original).architecture
+        if not is_same_model or self.backend != qmodel.config.BACKEND:
             raise ConfigError(
-                f"the placement profile is for BACKEND: {self.backend}, the config says {qmodel.config.BACKEND}"
-            )
-        if self.architecture != architecture_facts(qmodel.original).architecture:
-            raise ConfigError(
-                "the placement profile was measured with another model (other layers or other sizes); measure this "
-                "one: placement='measured'"
+                f"the placement profile was measured with {'this' if is_same_model else 'another'} model and BACKEND: "
+                f"{self.backend}, the config says {qmodel.config.BACKEND}; measure this one: placement='measured'"
             )
         here = {"cpu": cpu_name(), "machine": platform.machine()}
-        differs = [f"{key} {getattr(self, key)}, here {value}" for key, value in here.items()]
-        told = [words for words, (key, value) in zip(differs, here.items(), strict=True) if getattr(self, key) != value]
-        if (version := _version_or_none(self.runtime)) not in (None, self.runtime_version):
-            told.append(f"{self.runtime} {self.runtime_version}, here {version}")
-        return told
+        with contextlib.suppress(ModuleNotFoundError):  # the base class of PackageNotFoundError
+            here["runtime_version"] = runtime_version(self.runtime)
+        return [
+            f"{key.replace('runtime_version', self.runtime)} {getattr(self, key)}, here {value}"
+            for key, value in here.items()
+            if getattr(self, key) != value
+        ]
 
     def to_json(self) -> str:
         values = {"format": FORMAT, "version": VERSION, **to_plain(self, PlacementProfile)}
@@ -112,23 +131,20 @@ class PlacementProfile:
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> PlacementProfile:
         """The profile from a file of `save`."""
-        path = Path(file)
-        if not path.is_file():
+        try:
+            values: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+            kind, version = values.pop("format"), values.pop("version")
+        except OSError:
             raise ConfigError(
                 f"placement={str(file)!r}: no such file; allowed: 'default', 'measured', or the file of a profile"
-            )
-        try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{file} is not a placement profile: {error}") from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ConfigError(f"{file} is not a placement profile; --placement measured writes one")
-        if values.get("version") != VERSION:
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{file} is not a placement profile ({error}); --placement measured writes one") from None
+        if (kind, version) != (FORMAT, VERSION):
             raise ConfigError(
-                f"{file} has version {values.get('version')!r}, this Sparsebit reads {VERSION}; measure again"
+                f"{file} has format {kind!r}, version {version!r}; allowed: {FORMAT!r}, {VERSION}; measure again"
             )
-        given = {key: value for key, value in values.items() if key not in ("format", "version")}
-        return from_plain(cls, given, str(file))
+        return from_plain(cls, values, str(file))
 
     def __str__(self) -> str:
         rows = [("placement", "of float's time", "SQNR", "sites", "")]
@@ -141,10 +157,3 @@ class PlacementProfile:
 
     def replace(self, **changes: Any) -> PlacementProfile:
         return dataclasses.replace(self, **changes)
-
-
-def _version_or_none(runtime: str) -> str | None:
-    try:
-        return runtime_version(runtime)
-    except ModuleNotFoundError:  # the base class of PackageNotFoundError
-        return None

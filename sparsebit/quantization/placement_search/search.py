@@ -6,34 +6,30 @@ a candidate takes a second. All in float is always a candidate, so the result is
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.cpu import cpu_name
-from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import DeploymentError, users_level
 from sparsebit.folders import replace_file
 from sparsebit.progress import track
 from sparsebit.quantization.inspecting.accuracy_gains import score_of
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import candidates
-from sparsebit.quantization.placement_search.candidates import Costs, Floats
+from sparsebit.quantization.placement_search.candidates import Floats
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
-from sparsebit.quantization.placement_search.traced_graph import TracedGraph
-from sparsebit.quantization.placement_search.tracing import traced
-from sparsebit.quantization.recording import architecture_facts
+from sparsebit.quantization.placement_search.tracing import Traced, traced
 from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
@@ -81,34 +77,26 @@ def measure_placement(
     """
     start = time.perf_counter()
     ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
-    runtime, graph, watch = ready.runtime, ready.graph, ready.watch
-    judge = None if metric is None else _Judge(qmodel, metric, metric_margin)
-    search = _Search(qmodel, graph, watch, margin_db, judge, time.perf_counter() + seconds)
+    judge = None if metric is None else _judge_of(qmodel, metric, metric_margin)
+    search = _Search(qmodel, ready, margin_db, judge, time.perf_counter() + seconds)
     search.run()
-    chosen, ratios, noise = search.confirmed()
+    chosen, noise = search.confirmed()
     if judge is not None and chosen != _FLOAT:
-        chosen = search.judged(judge, ratios)
+        chosen = search.judged(judge)
     left_out = search.left_out[chosen]
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
         for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
             replace_file(Path(keep) / f"{name}.onnx", partial(Path.write_bytes, data=search.files[file]))
-    profile = PlacementProfile(
-        backend=qmodel.config.BACKEND,
-        runtime=runtime,
-        runtime_version=runtime_version(runtime),
-        cpu=cpu_name(),
-        machine=platform.machine(),
-        num_threads=num_threads,
-        architecture=architecture_facts(qmodel.original).architecture,
-        shapes=ready.shapes,
-        floats=tuple(name for name in qmodel.plan if name in left_out),
+    profile = PlacementProfile.measured(
+        *(qmodel, ready.runtime, num_threads, left_out),
         is_float=chosen == _FLOAT,
-        ratio=ratios[chosen],
-        default_ratio=ratios[_DEFAULT],
+        shapes=ready.shapes,
+        ratio=search.ratio[chosen],
+        default_ratio=search.ratio[_DEFAULT],
         noise=noise,
         seconds=time.perf_counter() - start,
-        choices=search.table(chosen, ratios),
+        choices=search.table(chosen),
     )
     log.info("placement measured in %.0f s: %s", profile.seconds, profile.words)
     return MeasuredPlacement(_applied(qmodel, profile), profile)
@@ -137,37 +125,28 @@ def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
     return placed
 
 
-class _Judge:
+_Judge = Callable[[frozenset[str]], bool]
+
+
+def _judge_of(qmodel: QuantModel, metric: Metric, margin: float) -> _Judge:
     """Whether placements keep the score of the default one; each is scored once."""
 
-    def __init__(self, qmodel: QuantModel, metric: Metric, margin: float) -> None:
-        self.qmodel, self.metric, self.margin = qmodel, metric, margin
-        self._scores: dict[frozenset[str], float] = {}
+    @cache
+    def score(left_out: frozenset[str]) -> float:
+        model = qmodel.with_plan(qmodel.plan.replace(dict.fromkeys(left_out))) if left_out else qmodel
+        return score_of(metric, model, "measure_placement(): the metric")
 
-    def keeps(self, left_out: frozenset[str]) -> bool:
-        return not left_out or self._score(left_out) >= self._score(frozenset()) - self.margin
-
-    def _score(self, left_out: frozenset[str]) -> float:
-        if left_out not in self._scores:
-            plan = self.qmodel.plan.replace(dict.fromkeys(left_out))
-            model = self.qmodel.with_plan(plan) if left_out else self.qmodel
-            self._scores[left_out] = score_of(self.metric, model, "measure_placement(): the metric")
-        return self._scores[left_out]
+    return lambda left_out: not left_out or score(left_out) >= score(frozenset()) - margin
 
 
 class _Search:
     """The candidates tried so far, and the best of them."""
 
     def __init__(
-        self,
-        qmodel: QuantModel,
-        graph: TracedGraph,
-        watch: Stopwatch,
-        margin_db: float,
-        judge: _Judge | None,
-        deadline: float,
+        self, qmodel: QuantModel, ready: Traced, margin_db: float, judge: _Judge | None, deadline: float
     ) -> None:
-        self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, watch, deadline
+        graph = ready.graph
+        self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, ready.watch, deadline
         self.margin_db, self.judge = margin_db, judge
         self.runtime = PROFILES[qmodel.config.BACKEND]
         everything = frozenset(range(len(graph.units)))
@@ -175,7 +154,6 @@ class _Search:
         self.left_out = {_FLOAT: frozenset(qmodel.plan), _DEFAULT: frozenset[str]()}
         # The default keeps every site of the plan, including those that no integer unit reads.
         self.files = {name: graph.file(left_out, self.runtime) for name, left_out in self.left_out.items()}
-        self.seen = set(self.left_out.values())
         self.ratio: dict[str, float] = {_FLOAT: 1.0}
         self.sqnr: dict[str, float] = {}
         self.verdict: dict[str, str] = {}
@@ -198,9 +176,7 @@ class _Search:
             self.attempt(name, floats)
 
     def _more(self) -> Iterator[tuple[str, Floats]]:
-        """More candidates: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best
-        one.
-        """
+        """More: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best one."""
         yield from self._cheapest()
         for weight in (0.7, 1.4):
             yield f"cheapest, conversions x {weight:g}", self.costs.cheapest(weight)
@@ -213,7 +189,9 @@ class _Search:
             yield from self._cheapest()
             floats = self.floats[self.best]
             expected = self.costs.of(floats)
-            found = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, self._units(), floats)]
+            places = range(len(self.graph.units))
+            gains = [self.costs.of_unit(p, is_float=False) - self.costs.of_unit(p, is_float=True) for p in places]
+            found = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, gains, floats)]
             parts = sorted(((self.costs.of(changed), name, changed) for name, changed in found), key=lambda one: one[0])
             for ms, name, changed in parts:
                 if ms < 1.05 * expected:
@@ -223,16 +201,9 @@ class _Search:
         """The cheapest placements, until one comes back that was tried: its time is known then, and none is cheaper."""
         for _ in range(_MOST_CUTS):
             floats = self.costs.cheapest()
-            if self._left_out(floats) in self.seen:
+            if self._left_out(floats) in self.left_out.values():
                 return
             yield "cheapest by the times so far", floats
-
-    def _units(self) -> Costs:
-        places = range(len(self.graph.units))
-        integer, floating = (
-            tuple(self.costs.of_unit(place, is_float=is_float) for place in places) for is_float in (False, True)
-        )
-        return Costs(integer, floating, 0.0)
 
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
@@ -240,16 +211,15 @@ class _Search:
     def attempt(self, name: str, floats: Floats) -> None:
         """Time a candidate in turns with float and the best; keep it if it is faster and exact enough."""
         left_out = self._left_out(floats)
-        if left_out in self.seen or len(left_out) == len(self.qmodel.plan):
+        if left_out in self.left_out.values() or len(left_out) == len(self.qmodel.plan):
             return
-        self.seen.add(left_out)
-        name = self._free(name)
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        name = next(free for free in names if free not in self.left_out)
         self.floats[name], self.left_out[name] = floats, left_out
         file = self.graph.file(left_out, self.runtime)
+        files = {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}
         try:
-            timed = self.watch.ratios(
-                {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}, _TRIAL_S
-            )
+            timed = self.watch.ratios(files, _TRIAL_S)
         except DeploymentError as error:  # the runtime lacks a kernel: skip the candidate
             log.debug("%s: %s", name, error)
             self.verdict[name], self.ratio[name] = "does not run", float("inf")
@@ -270,16 +240,13 @@ class _Search:
             del self.files[old]
         self.best = name
 
-    def confirmed(self) -> tuple[str, dict[str, float], float]:
-        """The winner of a longer run between float, the default placement and the best one."""
+    def confirmed(self) -> tuple[str, float]:
+        """The winner of a longer run between float, the default placement and the best one; the noise."""
         names = dict.fromkeys((_FLOAT, _DEFAULT, self.best))
         timed = self.watch.ratios({name: self.files[name] for name in names}, _FINAL_S)
-        ratios = {name: one.ratio for name, one in timed.items()}
-        self.ratio |= ratios
-        winner = min(ratios, key=lambda name: (ratios[name], name == _FLOAT))
-        if winner != _FLOAT and ratios[winner] > 1 - _GAIN:
-            winner = _FLOAT
-        return winner, self.ratio, timed[_FLOAT].noise
+        self.ratio |= {name: one.ratio for name, one in timed.items()}
+        winner = min(timed, key=lambda name: (self.ratio[name], name == _FLOAT))
+        return winner if self.ratio[winner] <= 1 - _GAIN else _FLOAT, timed[_FLOAT].noise
 
     def _is_exact_enough(self, name: str) -> bool:
         if self.sqnr[name] >= self.sqnr[_DEFAULT] - self.margin_db:
@@ -287,45 +254,30 @@ class _Search:
         if self.judge is None:
             return False
         started = time.perf_counter()
-        keeps = self.judge.keeps(self.left_out[name])
+        keeps = self.judge(self.left_out[name])
         self.deadline += time.perf_counter() - started  # the time is for candidates
         return keeps
 
-    def judged(self, judge: _Judge, ratios: dict[str, float]) -> str:
+    def judged(self, judge: _Judge) -> str:
         """The fastest placement whose score is near enough to that of the default one."""
-        order = sorted((name for name in self.files if ratios.get(name, 2.0) < 1), key=lambda name: ratios[name])
-        for name in order:
-            if judge.keeps(self.left_out[name]):
+        faster = [name for name in self.files if self.ratio.get(name, 2.0) < 1]
+        for name in sorted(faster, key=self.ratio.__getitem__):
+            if judge(self.left_out[name]):
                 return name
             self.verdict[name] = "loses by the metric"
         return _FLOAT
 
-    def table(self, chosen: str, ratios: dict[str, float]) -> tuple[Choice, ...]:
-        total = len(self.qmodel.plan)
+    def table(self, chosen: str) -> tuple[Choice, ...]:
+        total, verdicts = len(self.qmodel.plan), {**self.verdict, chosen: "chosen"}
         return tuple(
-            Choice(
-                name,
-                ratio,
-                self.sqnr.get(name),
-                total - len(self.left_out[name]),
-                "chosen" if name == chosen else self.verdict.get(name, ""),
-            )
-            for name, ratio in ratios.items()
+            Choice(name, ratio, self.sqnr.get(name), total - len(self.left_out[name]), verdicts.get(name, ""))
+            for name, ratio in self.ratio.items()
         )
 
     def _learn(self, name: str, times: RegionTimes) -> None:
-        """Learn from measured regions, scaled to the measured ratio: profiled kernels are slower than unprofiled
-        ones.
-        """
+        """Learn from measured regions, scaled to the measured ratio: profiled kernels are slower."""
         scale = self.ratio[name] * self.float_ms / times.total_ms if times.total_ms else 1.0
         self.costs.learn(self.floats[name], times, scale)
 
     def _sqnr(self, name: str) -> float:
         return self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
-
-    def _free(self, name: str) -> str:
-        number, wanted = 1, name
-        while name in self.left_out:
-            number += 1
-            name = f"{wanted} ({number})"
-        return name

@@ -24,23 +24,15 @@ if TYPE_CHECKING:
 # Ops that integer kernels absorb directly after a layer.
 _JOINED = frozenset({"Relu", "Clip"})
 _KINDS = {
-    "Conv": "convolution",
-    "ConvTranspose": "convolution",
-    "Gemm": "linear",
-    "MatMul": "linear",
-    "Add": "add",
-    "Sum": "add",
+    **dict.fromkeys(("Conv", "ConvTranspose"), "convolution"),
+    **dict.fromkeys(("Gemm", "MatMul"), "linear"),
+    **dict.fromkeys(("Add", "Sum"), "add"),
     "Mul": "product",
     "Concat": "concat",
-    "AveragePool": "pooling",
-    "GlobalAveragePool": "pooling",
-    "ReduceMean": "pooling",
-    "Sigmoid": "activation",
-    "HardSigmoid": "activation",
-    "LeakyRelu": "activation",
+    **dict.fromkeys(("Sigmoid", "HardSigmoid", "LeakyRelu"), "activation"),
     # Ops that only move values run on integers as well as on floats.
     **dict.fromkeys((*MOVES, "Resize", "Slice", "Split", "Pad", "Gather"), "move"),
-    "MaxPool": "pooling",
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "ReduceMean", "MaxPool"), "pooling"),
 }
 _WEIGHTED = ("convolution", "depthwise convolution", "linear")
 
@@ -72,11 +64,13 @@ class Link:
 class TracedGraph:
     """`units` in the order of execution, `links` between them. `owners`: sites by the names of those who share them."""
 
-    def __init__(
-        self, model: ir.Model, opset: int, owners: Mapping[str, str] | None = None, *, pads_channels: bool = True
-    ) -> None:
-        self.model, self.opset, self.owners, self.pads_channels = model, opset, owners or {}, pads_channels
-        _name_apart(model)
+    def __init__(self, model: ir.Model, opset: int, owners: Mapping[str, str], *, pads_channels: bool) -> None:
+        self.model, self.opset, self.owners, self.pads_channels = model, opset, owners, pads_channels
+        taken: set[str] = set()
+        for place, node in enumerate(model.graph):  # a unique name for each, because times are found by it
+            if not node.name or node.name in taken:
+                node.name = f"{node.op_type}_{place}"
+            taken.add(node.name)
         parts = _Parts(model)
         self.links = tuple(parts.links())
         self.units = tuple(parts.units(self.links))
@@ -86,17 +80,17 @@ class TracedGraph:
         float_units = set(floats) | {place for place, unit in enumerate(self.units) if not unit.can_be_integer}
         everything: set[str] = set()
         needed: set[str] = set()
-        for place, unit in enumerate(self.units):
-            everything |= set(unit.weights)
-            if place not in float_units:
-                needed |= set(unit.weights)
-        for link in self.links:
-            sites = {self.owners.get(site, site) for site in link.sites}
+        of_units = [({place}, set(unit.weights)) for place, unit in enumerate(self.units)]
+        of_links = [({link.producer, link.consumer} - {-1}, set(self._own(link.sites))) for link in self.links]
+        for places, sites in [*of_units, *of_links]:
             everything |= sites
-            ends = {link.producer, link.consumer} - {-1}
-            if not ends <= float_units:
+            if not places <= float_units:
                 needed |= sites
         return frozenset(everything - needed)
+
+    def _own(self, sites: Iterable[str]) -> Iterator[str]:
+        """The sites whose numbers these have."""
+        return (self.owners.get(site, site) for site in sites)
 
     def file(self, left_out: Iterable[str], profile: RuntimeProfile) -> bytes:
         """The model without these sites, as the export would write it."""
@@ -105,8 +99,7 @@ class TracedGraph:
         gone = set(left_out)
         model = self.model.clone()
         for node in [node for node in model.graph if _is_site(node)]:
-            tag = _tag(node)
-            site = self.owners.get(tag, tag)
+            (site,) = self._own([_tag(node)])
             if site in gone or _is_bias_of(site, gone, node):
                 first = node.inputs[0]
                 assert first is not None
@@ -124,28 +117,17 @@ def _tag(node: ir.Node) -> str:
     return str(node.attributes["tag"].value)
 
 
+def _producer(node: ir.Node) -> ir.Node | None:
+    """The op that computes the node's first input."""
+    return node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+
+
 def _is_bias_of(tag: str, gone: set[str], node: ir.Node) -> bool:
     """Whether the site is a bias that stays float: only quantized layers with quantized inputs add it in integers."""
     layer, role = tag.rpartition(".")[::2]
-    if role != "bias":
-        return False
-    if f"{layer}.weight" in gone:
-        return True
-    return any(_reads_float(user, gone) for user, _ in node.outputs[0].uses())
-
-
-def _reads_float(layer: ir.Node, gone: set[str]) -> bool:
-    source = layer.inputs[0].producer() if layer.inputs and layer.inputs[0] is not None else None
-    return source is None or (_is_site(source) and _tag(source) in gone)
-
-
-def _name_apart(model: ir.Model) -> None:
-    """Give every node a unique name, because times are found by it."""
-    taken: set[str] = set()
-    for place, node in enumerate(model.graph):
-        if not node.name or node.name in taken:
-            node.name = f"{node.op_type}_{place}"
-        taken.add(node.name)
+    sources = [_producer(user) for user, _ in node.outputs[0].uses()]
+    reads_float = any(source is None or (_is_site(source) and _tag(source) in gone) for source in sources)
+    return role == "bias" and (f"{layer}.weight" in gone or reads_float)
 
 
 class _Parts:
@@ -190,12 +172,10 @@ class _Parts:
                     self.joined[node] = self._head(made)
                 continue
             is_only = len(value.uses()) == 1 and value not in self.outputs
-            is_bias = node.op_type == "Add" and source.op_type == "MatMul" and self._has_constant(node)
+            has_constant = any(other is not None and self._is_constant(other) for other in node.inputs)
+            is_bias = node.op_type == "Add" and source.op_type == "MatMul" and has_constant
             if is_only and (is_bias or node.op_type in _JOINED):
                 self.joined[node] = self._head(source)
-
-    def _has_constant(self, node: ir.Node) -> bool:
-        return any(value is not None and self._is_constant(value) for value in node.inputs)
 
     def _is_constant(self, value: ir.Value) -> bool:
         producer = value.producer()
@@ -213,13 +193,10 @@ class _Parts:
             kind = self._kind(head)
             is_read = bool(reads[place]) and all(link.sites for link in reads[place])
             is_written = kind == "linear" or all(link.sites for link in writes[place])
-            yield FusedUnit(
-                nodes=tuple(str(node.name) for node in nodes),
-                kind=kind,
-                layer=next((split_site(tag)[0] for tag in weights), ""),
-                weights=weights,
-                can_be_integer=kind != "other" and is_read and is_written and (bool(weights) or kind not in _WEIGHTED),
-            )
+            has_weights = bool(weights) or kind not in _WEIGHTED
+            layer = split_site(weights[0])[0] if weights else ""
+            can_be_integer = kind != "other" and is_read and is_written and has_weights
+            yield FusedUnit(tuple(str(node.name) for node in nodes), kind, layer, weights, can_be_integer)
 
     def _weights(self, node: ir.Node) -> Iterator[str]:
         for value in node.inputs:
@@ -228,7 +205,7 @@ class _Parts:
                 if _is_site(source) and not _tag(source).endswith(".bias"):
                     yield _tag(source)
                     break
-                source = source.inputs[0].producer() if source.inputs and source.inputs[0] is not None else None
+                source = _producer(source)
 
     def _kind(self, node: ir.Node) -> str:
         kind = _KINDS.get(node.op_type, "other")
@@ -260,17 +237,10 @@ class _Parts:
 def _through_sites(value: ir.Value) -> tuple[tuple[str, ...], ir.Value]:
     """The quantizers that a value has passed, the last one first, and the value before them."""
     sites: list[str] = []
-    node = value.producer()
-    while node is not None and _is_site(node):
+    while (node := value.producer()) is not None and _is_site(node) and node.inputs[0] is not None:
         sites.append(_tag(node))
-        first = node.inputs[0]
-        assert first is not None
-        value, node = first, first.producer()
+        value = node.inputs[0]
     return tuple(sites), value
-
-
-def _producer(site: ir.Node) -> ir.Node | None:
-    return site.inputs[0].producer() if site.inputs[0] is not None else None
 
 
 def _num_elements(value: ir.Value) -> int:

@@ -55,8 +55,9 @@ def traced(
     require_runtime(runtime)
     check_ready(qmodel, verb)
     samples = _samples(qmodel, batches, wish)
+    args, kwargs = samples[0]
     with switched_on(qmodel):
-        model, opset = trace_onnx(qmodel, _as_data(samples[0]))
+        model, opset = trace_onnx(qmodel, (*args, kwargs) if args and kwargs else kwargs or args)
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     if size > _LARGEST:
         raise DeploymentError(
@@ -65,12 +66,9 @@ def traced(
         )
     shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
     arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
-    return Traced(
-        TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS),
-        stopwatch or Stopwatch(runtime, arrays, num_threads),
-        runtime,
-        tuple(tuple(array.shape) for array in arrays[0]),
-    )
+    graph = TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS)
+    watch = stopwatch or Stopwatch(runtime, arrays, num_threads)
+    return Traced(graph, watch, runtime, tuple(tuple(array.shape) for array in arrays[0]))
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:
@@ -86,9 +84,3 @@ def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call
     if not found:
         raise ConfigError(f"{wish}: no batches were given; give those of the calibration")
     return found
-
-
-def _as_data(call: Call) -> Any:
-    """A call in the form that the export takes."""
-    args, kwargs = call
-    return (*args, kwargs) if args and kwargs else kwargs or args

@@ -16,6 +16,7 @@ import pydantic
 from torch import fx
 
 from sparsebit.config.config_errors import Fault, faults_of
+from sparsebit.config.options import selected_options
 from sparsebit.config.rules import broken_rules, format_of
 from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
 from sparsebit.config.section import Section
@@ -25,9 +26,7 @@ from sparsebit.config.tensor_config import Kind
 from sparsebit.errors import BackendError, ConfigError
 from sparsebit.graph.nodes.node_names import node_name
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.observers import observer_options
 from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio
-from sparsebit.quantization.quantizers.registration import quantizer_options
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
 Role = Literal["input", "weight", "output", "shared", "gate"]
@@ -300,8 +299,8 @@ def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool 
         spec,
         config.QUANTIZER.TYPE,
         config.OBSERVER.TYPE,
-        quantizer_options(config),
-        observer_options(config),
+        selected_options(config.QUANTIZER),
+        selected_options(config.OBSERVER),
         ema_ratio(config),
     )
 

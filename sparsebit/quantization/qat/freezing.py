@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from torch import nn
@@ -25,43 +25,40 @@ _ABSENT: dict[Part, str] = {
 def chosen(model: nn.Module, parts: tuple[Part, ...]) -> Iterable[Part]:
     """The given parts, checked; without any, all parts that `model` has."""
     for part in parts:
-        if part not in PARTS:
-            raise ConfigError(f"{part!r} cannot be frozen; allowed: {', '.join(PARTS)}")
-        if not _has(model, part):
-            raise ConfigError(f"{part}: {_ABSENT[part]}")
+        if part not in PARTS or not _has(model, part):
+            raise ConfigError(f"{part} cannot be frozen: {_ABSENT.get(part, 'allowed: ' + ', '.join(PARTS))}")
     return parts or [part for part in PARTS if _has(model, part)]
 
 
-def hold_ranges(model: nn.Module, held: bool) -> None:
+def hold(model: nn.Module, part: Part, held: bool) -> None:
+    """Hold a part, or let go of it."""
+    if part == "batchnorm":
+        hold_statistics(model, held)
+        return
     for quantizer in _quantizers(model):
-        quantizer.is_held = held
+        if part == "observers":
+            quantizer.is_held = held
+        else:
+            _hold_scales(quantizer, held)
 
 
-def hold_scales(model: nn.Module, held: bool) -> None:
+def _hold_scales(quantizer: Quantizer, held: bool) -> None:
     """Only affects scales that were learning: a parameter that the user froze stays frozen."""
-    for quantizer in _quantizers(model):
-        names = quantizer.held_parameters
-        if held:
-            names |= {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
-        for name in names:
-            parameter = quantizer.get_parameter(name)
-            parameter.requires_grad_(not held)
-            parameter.grad = None  # otherwise an optimizer would continue with its momentum
-        if not held:
-            names.clear()
+    names = quantizer.held_parameters
+    if held:
+        names |= {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
+    for name in names:
+        parameter = quantizer.get_parameter(name)
+        parameter.requires_grad_(not held)
+        parameter.grad = None  # otherwise an optimizer would continue with its momentum
+    if not held:
+        names.clear()
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:
     """Held: norms use their running statistics and do not update them. Otherwise they follow the model's mode."""
     for norm in _norms(model):
         norm.train(model.training and not held)
-
-
-HOLD: dict[Part, Callable[[nn.Module, bool], None]] = {
-    "observers": hold_ranges,
-    "batchnorm": hold_statistics,
-    "scales": hold_scales,
-}
 
 
 def _has(model: nn.Module, part: Part) -> bool:

@@ -31,7 +31,9 @@ def parameter_groups(
         group.update(params=[], param_names=[])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[_group_of(name, parameter, owners[id(parameter)])]
+            owner = owners[id(parameter)]
+            is_vector = parameter.ndim < 2 or isinstance(owner, NORMS) or name.endswith("bias")
+            group = groups["scales" if isinstance(owner, Quantizer) else "biases" if is_vector else "weights"]
             group["params"].append(parameter)
             group["param_names"].append(name)
     return [
@@ -39,9 +41,3 @@ def parameter_groups(
         for name, group in groups.items()
         if group["params"]
     ]
-
-
-def _group_of(name: str, parameter: nn.Parameter, owner: nn.Module) -> str:
-    if isinstance(owner, Quantizer):
-        return "scales"
-    return "biases" if parameter.ndim < 2 or isinstance(owner, NORMS) or name.endswith("bias") else "weights"

@@ -54,7 +54,9 @@ def block_modules(model: nn.Module, captured: Captured, block: str) -> list[nn.M
         raise CaptureError(
             f"shard(): the model has no block {block!r}; near names: {', '.join(near_names(block, known)) or 'none'}"
         )
-    return [module for path in paths if _has_own_weights(module := model.get_submodule(path))]
+    blocks = [model.get_submodule(path) for path in paths]
+    own = [[part for part in module.modules() if not isinstance(part, _FLOAT32)] for module in blocks]
+    return [module for module, parts in zip(blocks, own, strict=True) if any(map(_has_parameters, parts))]
 
 
 def _called(model: nn.Module, captured: Captured, block: str) -> Iterator[str]:
@@ -86,7 +88,3 @@ def _is_inside(path: str, parent: str) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
-
-
-def _has_own_weights(module: nn.Module) -> bool:
-    return any(_has_parameters(part) for part in module.modules() if not isinstance(part, _FLOAT32))

@@ -19,7 +19,7 @@ from sparsebit.quantization.calibrating.fold_batchnorm import fold_norms
 from sparsebit.quantization.calibrating.model_state import require_calibrated, require_whole
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.qat import sharding
-from sparsebit.quantization.qat.freezing import HOLD, Part, chosen, hold_statistics
+from sparsebit.quantization.qat.freezing import Part, chosen, hold, hold_statistics
 
 if find_spec("sparsebit.quantization.speed") is not None:
     from sparsebit.quantization import speed
@@ -57,7 +57,7 @@ class Training:
                 self.fused.undo()
             self.fused = None
         elif self.fused is None or not self.fused.is_for(qmodel.built.captured, packs, self.savings):
-            self.fused = speed.accelerate(qmodel.model, qmodel.built.captured, packs=packs, savings=self.savings)
+            self.fused = speed.Acceleration(qmodel.model, qmodel.built.captured, packs=packs, savings=self.savings)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Context for a forward of a training step."""
@@ -81,7 +81,7 @@ class Training:
         for part in chosen(self.qmodel.model, parts):
             if part == "batchnorm":
                 self.holds_statistics = held
-            HOLD[part](self.qmodel.model, held)
+            hold(self.qmodel.model, part, held)
 
     def shard(self, blocks: Iterable[str], settings: dict[str, Any]) -> None:
         sharding.shard(self.qmodel, self.qmodel.model, self.qmodel.built.captured, blocks, settings)

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from sparsebit.quantization.quantizers import adaround, dorefa, float8, lsq, pact, uniform
+from sparsebit.quantization.quantizers import dorefa, lsq, pact, uniform
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.registration import build_quantizer, quantizer_options, register_quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer, register_quantizer
 
-__all__ = [
-    "Quantizer",
-    "adaround",
-    "build_quantizer",
-    "dorefa",
-    "float8",
-    "lsq",
-    "pact",
-    "quantizer_options",
-    "register_quantizer",
-    "uniform",
-]
+__all__ = ["Quantizer", "build_quantizer", "dorefa", "lsq", "pact", "register_quantizer", "uniform"]

@@ -20,12 +20,7 @@ from sparsebit.graph.values.nested import unwrapped
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.numerics.fake_quant.operator import is_transformed
-from sparsebit.numerics.qparams import (
-    check_backend,
-    checked_qparams,
-    dequantized_range,
-    qparams_from_range,
-)
+from sparsebit.numerics.qparams import check_backend, checked_qparams, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.first_sparsebit import FormerNames
 from sparsebit.quantization.observers import Observer, build_observer
@@ -128,7 +123,7 @@ class Quantizer(KeptNumbers, FormerNames):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` unchanged while off; sizes, indices, masks and sparse tensors are never quantized."""
-        if not _is_quantizable(x):
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided):
             return x
         if self.observing:
             if self.target == "activation":
@@ -162,15 +157,15 @@ class Quantizer(KeptNumbers, FormerNames):
     # --- statistics -> numbers
 
     def update_observer(self, x: Tensor) -> None:
+        x = x.detach()
         try:
-            self.observer.update(self.transform(x.detach()))
+            self.observer.update(self.transform(x))
         except CalibrationError as error:
-            if self.target == "activation" and _hides_values(x.detach()):
+            has_nan = bool(torch.isnan(x).any())
+            if self.target == "activation" and not has_nan and bool(torch.isinf(x).any()):
                 self.saw_infinity = True
-                return
-            if self.masked_numbers() is not None and not bool(torch.isnan(x).any()):
-                return  # too large for the statistic
-            raise CalibrationError(f"{self.name}: {error}") from None
+            elif has_nan or self.masked_numbers() is None:  # otherwise the numbers are too large for the statistic
+                raise CalibrationError(f"{self.name}: {error}") from None
 
     def masked_numbers(self) -> Apart | None:
         """Numbers among the observed values that come from a mask, judged by their size; None if there are none."""
@@ -201,12 +196,15 @@ class Quantizer(KeptNumbers, FormerNames):
         """Scale and zero point of a range, which are kept and returned."""
         if self.fake_fused:
             return self.qparams()
-        scale, zero_point = qparams_from_range(min_val, max_val, self.spec)
+        self._calibrate(*qparams_from_range(min_val, max_val, self.spec))
+        return self.qparams()
+
+    def _calibrate(self, scale: Tensor, zero_point: Tensor) -> None:
         check_backend(self.spec, zero_point, self.backend, self.name)
+        self.revive()
         self._store("scale", scale)
         self._store("zero_point", zero_point)
         self.calibrated.fill_(True)
-        return self.qparams()
 
     @torch.no_grad()
     def store_qparams(self, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
@@ -226,12 +224,7 @@ class Quantizer(KeptNumbers, FormerNames):
         is_open = self.spec.granularity.kind != "tensor" and self.observed_as == "activation" and not self.is_calibrated
         num_scales = None if is_open else self.scale.numel()
         scale, zero_point = (torch.as_tensor(number).detach().to(self.scale) for number in (scale, zero_point))
-        scale, zero_point = checked_qparams(scale, zero_point, self.spec, num_scales, self.name)
-        check_backend(self.spec, zero_point, self.backend, self.name)
-        self.revive()
-        self._store("scale", scale)
-        self._store("zero_point", zero_point)
-        self.calibrated.fill_(True)
+        self._calibrate(*checked_qparams(scale, zero_point, self.spec, num_scales, self.name))
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
@@ -279,10 +272,10 @@ class Quantizer(KeptNumbers, FormerNames):
         if self.is_calibrated:
             self.calc_qparams_with_minmax(low.detach(), high.detach())
 
-    # --- state
-
     def _new_observer(self) -> Observer[Any]:
         return build_observer(self.observer_name, self.spec, self.observer_options, self.observed_as)
+
+    # --- state
 
     def describe(self) -> dict[str, Any]:
         """The number format and its origin, for JSON."""
@@ -328,15 +321,6 @@ def _read_copy(quantizer: Quantizer, args: tuple[Any, ...]) -> Any:
     """A forward pre-hook: the quantizer reads a copy of its input, so that the backward finds it unchanged."""
     is_kept = quantizer.is_enable and torch.is_grad_enabled()
     return (args[0].clone(),) if is_kept and isinstance(args[0], Tensor) else None
-
-
-def _hides_values(x: Tensor) -> bool:
-    """Whether it contains infinities and no invalid value (NaN)."""
-    return bool(torch.isinf(x).any()) and not bool(torch.isnan(x).any())
-
-
-def _is_quantizable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided
 
 
 def rounds_by_operator(quantizer: Quantizer) -> bool:

@@ -31,9 +31,7 @@ class DoReFa(Quantizer):
 
     @torch.no_grad()
     def prepare_folding(self, weight: Tensor) -> None:
-        """Store tanh(w) in the layer from now on: a batch norm's factor may multiply that, as tanh(f·w) is not
-        f·tanh(w).
-        """
+        """Store tanh(w) in the layer from now on: a batch norm's factor may multiply it; tanh(f·w) is not f·tanh(w)."""
         weight.copy_(self.transform(weight))
         self.is_squashed = True
 

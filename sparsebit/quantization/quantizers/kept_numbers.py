@@ -122,8 +122,7 @@ class KeptNumbers(nn.Module):
         return torch.tensor([len(flags), *flags, *json.dumps(self._format()).encode()], dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        flags, _ = _read_extra_state(state)
-        self.set_flags(flags)
+        self.set_flags(_read_extra_state(state)[0])
 
     def flags(self) -> list[bool]:
         return [self.use_quant, self.follows]
@@ -133,12 +132,8 @@ class KeptNumbers(nn.Module):
 
     def _format(self) -> list[str]:
         """The format of the saved numbers."""
-        return [
-            self.NUMBERS,
-            self.spec.dtype_name,
-            repr(self.spec.granularity),
-            "narrow" if self.spec.narrow else "full",
-        ]
+        spec = self.spec
+        return [self.NUMBERS, spec.dtype_name, repr(spec.granularity), "narrow" if spec.narrow else "full"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state = state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: unchanged
@@ -153,7 +148,7 @@ class KeptNumbers(nn.Module):
         # Per-channel activations know their number of channels only from data: a checkpoint has its own shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
-            if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:
+            if stored is not None and own is not None and stored.shape != own.shape:
                 if stored.numel() == own.numel():  # one number, () or (1,)
                     state_dict[prefix + name] = stored.reshape(own.shape)
                 else:

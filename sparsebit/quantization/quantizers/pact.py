@@ -51,14 +51,11 @@ class PACT(Quantizer):
         return self.qparams()
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        alpha = as_number(self.alpha).abs()
-        zero_point = torch.where(self.is_signed > 0, self._middle, self.spec.qmin).to(alpha).expand_as(alpha)
-        return (alpha / (self.spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point
-
-    @property
-    def _middle(self) -> int:
-        """The code of zero with as many codes above as below, or one less above; at 1 bit the lower code."""
-        return 0 if self.spec.symmetric or self.spec.bits == 1 else 1 << (self.spec.bits - 1)
+        alpha, spec = as_number(self.alpha).abs(), self.spec
+        # As many codes above it as below, or one less above; at 1 bit the lower code.
+        middle = 0 if spec.symmetric or spec.bits == 1 else 1 << (spec.bits - 1)
+        zero_point = torch.where(self.is_signed > 0, middle, spec.qmin).to(alpha).expand_as(alpha)
+        return (alpha / (spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]

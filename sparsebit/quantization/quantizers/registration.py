@@ -8,10 +8,10 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
-from sparsebit.config.options import check_options, selected_options
+from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
 from sparsebit.config.targets import Target, is_for, mismatch
-from sparsebit.config.tensor_config import ActivationQuantizer, TensorConfig, WeightQuantizer
+from sparsebit.config.tensor_config import ActivationQuantizer, WeightQuantizer
 from sparsebit.errors import BackendError, ConfigError
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -29,11 +29,7 @@ def register_quantizer(
     name: str, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Section] | None = None
 ) -> Callable[[QuantizerClass], QuantizerClass]: ...
 def register_quantizer(
-    name: str | QuantizerClass,
-    *,
-    aliases: tuple[str, ...] = (),
-    replace: bool = False,
-    options: type[Section] | None = None,
+    name: str | QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False, options: Any = None
 ) -> Any:
     """Register a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
 
@@ -59,9 +55,12 @@ def register_quantizer(
         return register_quantizer(own_type(name), aliases=aliases, replace=replace, options=options)(name)
 
     def file(kind: QuantizerClass) -> QuantizerClass:
-        if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
-            raise ConfigError(f"quantizer {name!r}: {kind!r} is not a subclass of Quantizer")
-        _check_constructor(name, kind)
+        if not _can_be_built(kind):
+            shown = f"{kind.__name__}{inspect.signature(kind)}" if isinstance(kind, type) else repr(kind)
+            raise ConfigError(
+                f"quantizer {name!r}: {shown} cannot be built; write `def __init__(self, spec, target, **settings)` "
+                "and pass all of them on, or set up in make_parameters(), in a subclass of Quantizer"
+            )
         if "_forward" in vars(kind) and "fake_quantize" not in vars(kind):
             kind.fake_quantize = _as_fake_quantize(vars(kind)["_forward"])  # type: ignore[assignment, method-assign]
         if options is not None:
@@ -75,14 +74,12 @@ def register_quantizer(
     return file
 
 
-def _check_constructor(name: str, kind: type[Quantizer]) -> None:
+def _can_be_built(kind: Any) -> bool:
     try:
         inspect.signature(kind).bind(None, None, name="")
     except TypeError:
-        raise ConfigError(
-            f"quantizer {name!r}: {kind.__name__}{inspect.signature(kind)} cannot be built; write "
-            "`def __init__(self, spec, target, **settings)` and pass all of them on, or set up in make_parameters()"
-        ) from None
+        return False
+    return isinstance(kind, type) and issubclass(kind, Quantizer)
 
 
 def _as_fake_quantize(forward: Callable[..., Tensor]) -> Callable[[Quantizer, Tensor], Tensor]:
@@ -92,11 +89,6 @@ def _as_fake_quantize(forward: Callable[..., Tensor]) -> Callable[[Quantizer, Te
         return forward(self, x, *self.qparams()) if takes_numbers else forward(self, x)
 
     return fake_quantize
-
-
-def quantizer_options(config: TensorConfig) -> Section:
-    """The options of the quantizer that a tensor's config selects, with that config's values."""
-    return selected_options(config.QUANTIZER)
 
 
 def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sparsebit.kernels  # noqa: F401  # the fused steps start its kernels
-from sparsebit.quantization.speed.acceleration import Acceleration, accelerate
+from sparsebit.quantization.speed.acceleration import Acceleration
 from sparsebit.quantization.speed.compiler.inductor_options import with_options
 from sparsebit.quantization.speed.savings import Savings
 
-__all__ = ["Acceleration", "Savings", "accelerate", "with_options"]
+__all__ = ["Acceleration", "Savings", "with_options"]

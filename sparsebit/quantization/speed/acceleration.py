@@ -1,4 +1,4 @@
-"""`accelerate`: inserts everything that speeds up a training step into a captured model, and removes it again.
+"""`Acceleration`: inserts everything that speeds up a training step into a captured model, and removes it again.
 
 The model's modules and graphs do not change. In training, the forwards of layers and graphs are replaced by ones
 that fuse steps, with the same values and gradients:
@@ -33,9 +33,12 @@ from sparsebit.quantization.speed.weight_batches import WeightBatches
 class Acceleration:
     """The active replacements for `captured`, until `undo`. A copy of the model has none: it is accelerated again."""
 
-    def __init__(self, model: nn.Module, captured: Captured, *, packs: bool | None, savings: Savings) -> None:
+    def __init__(
+        self, model: nn.Module, captured: Captured, *, packs: bool | None = None, savings: Savings | None = None
+    ) -> None:
         """`packs`: as in `QuantModel.pack_saved_activations`; None: only large copies are recomputed."""
-        self.model, self.captured, self.packs, self.savings = model, captured, packs, savings
+        self.model, self.captured, self.packs = model, captured, packs
+        self.savings = savings = savings or Savings()
         self.undo()
         for module in model.modules():
             if type(module) is WeightedQuantOpr:
@@ -49,17 +52,14 @@ class Acceleration:
         self.weights = WeightBatches(root) if root is not None and savings.weight_batches else None
 
     def _rewrites(self) -> tuple[Rewrite, ...]:
-        wanted = {
-            fuse_relus: self.savings.relus,
-            fuse_activations: self.savings.activations,
-            stack_quantizers: self.savings.joined_selects and self.savings.stacked_quantizers,
-            join_selects: self.savings.joined_selects,
-            record_functions: bool(self.packs),
-        }
+        savings = self.savings
+        wanted = {fuse_relus: savings.relus, fuse_activations: savings.activations}
+        wanted[stack_quantizers] = savings.joined_selects and savings.stacked_quantizers
+        wanted |= {join_selects: savings.joined_selects, record_functions: bool(self.packs)}
         return tuple(rewrite for rewrite, is_wanted in wanted.items() if is_wanted)
 
     def is_for(self, captured: Captured, packs: bool | None, savings: Savings | None) -> bool:
-        """Whether `accelerate` with these arguments would make the same object."""
+        """Whether these arguments would make the same object."""
         return self.captured is captured and self.packs is packs and self.savings == (savings or Savings())
 
     def undo(self) -> None:
@@ -72,12 +72,9 @@ class Acceleration:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Context for one forward with gradients."""
-        with packing() if self.packs else contextlib.nullcontext():
-            if self.weights is None:
-                yield
-                return
-            with self.weights.ready():
-                yield
+        weights = contextlib.nullcontext() if self.weights is None else self.weights.ready()
+        with packing() if self.packs else contextlib.nullcontext(), weights:
+            yield
 
     @property
     def steps(self) -> list[FusedStep]:
@@ -95,10 +92,3 @@ class Acceleration:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def accelerate(
-    model: nn.Module, captured: Captured, *, packs: bool | None = None, savings: Savings | None = None
-) -> Acceleration:
-    """Put the fused forwards into `model`, the captured one, for training."""
-    return Acceleration(model, captured, packs=packs, savings=savings or Savings())

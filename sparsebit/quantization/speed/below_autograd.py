@@ -13,8 +13,8 @@ from sparsebit.kernels.activations import ACTIVATIONS, with_activation
 from sparsebit.kernels.compilation import KERNEL_DTYPES
 from sparsebit.numerics import plain
 from sparsebit.numerics.fake_quant import operator
-from sparsebit.numerics.fake_quant.gradients import LEARNING
-from sparsebit.numerics.fake_quant.operator import Found, Grid, is_intercepted, kernels_for
+from sparsebit.numerics.fake_quant.gradients import LEARNING, Found
+from sparsebit.numerics.fake_quant.operator import Grid, is_intercepted, kernels_for
 from sparsebit.numerics.reference import compute_dtype
 
 

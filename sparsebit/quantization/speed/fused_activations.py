@@ -136,11 +136,8 @@ def fuse_activations(draft: Draft) -> None:
 def _single_input_calls(draft: Draft) -> list[fx.Node]:
     """Calls of one tensor. Values that are written later are left out, as a fused step would read them later."""
     written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
-    return [
-        node
-        for node in draft.graph.nodes
-        if len(node.all_input_nodes) == 1 and node not in written and node.all_input_nodes[0] not in written
-    ]
+    calls = [node for node in draft.graph.nodes if len(node.all_input_nodes) == 1]
+    return [node for node in calls if written.isdisjoint((node, node.all_input_nodes[0]))]
 
 
 def _fuse(draft: Draft, step: FusedActivation, chain: list[fx.Node]) -> None:

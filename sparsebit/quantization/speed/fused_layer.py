@@ -141,9 +141,8 @@ def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     copy = operator.fake_quantize(value, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
     needs = ctx.needs_input_grad[:5]
     # A bias is added for any of its values.
-    bias = (
-        weight.new_zeros(grad.shape[1 if isinstance(plan.layer, _Conv) else -1]).requires_grad_() if needs[4] else None
-    )
+    channels = grad.shape[1 if isinstance(plan.layer, _Conv) else -1]
+    bias = weight.new_zeros(channels).requires_grad_() if needs[4] else None
     output = plan.layer.forward(copy, weight, bias)
     inputs = [tensor for tensor, needed in zip((x, scale, zero_point, weight, bias), needs, strict=True) if needed]
     found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True, allow_unused=True))

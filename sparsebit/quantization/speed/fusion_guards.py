@@ -1,4 +1,4 @@
-"""`why_not_fuse`: every reason for computing ops and the quantizers after them one by one.
+"""`may_fuse`, with every reason for computing ops and the quantizers after them one by one.
 
 A fused step computes the same as the plain modules. It may replace them only if nothing else runs with them and
 nothing else sees the values in between. Hooks and switches may come at any time: the reasons are checked at every call.
@@ -6,7 +6,7 @@ nothing else sees the values in between. Hooks and switches may come at any time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +26,7 @@ class Substitute:
     It is set on the instance: names, hooks and the state_dict stay those of the module.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} must define forward()")
+    forward: Callable[..., Any]
 
 
 def substitute(module: nn.Module, by: Substitute) -> None:
@@ -67,15 +66,6 @@ def _is_seen_quantizer(quantizer: Quantizer) -> bool:
     return has_others or has_own_forward(quantizer) or quantizer._compiled_call_impl is not None
 
 
-def has_seen_part(modules: Iterable[nn.Module]) -> bool:
-    return any(is_seen(module) for module in modules)
-
-
-def is_replica(module: nn.Module) -> bool:
-    """Whether it is a copy by `nn.DataParallel`, whose references point to modules of the original."""
-    return "_is_replica" in module.__dict__
-
-
 def rounds_otherwise(quantizer: Quantizer) -> bool:
     """Whether its forward differs from the operator on `operands()`."""
     kind: Any = type(quantizer)
@@ -110,20 +100,17 @@ REASONS: dict[str, Reason] = {
         quantizer.observing or quantizer.follows
     ),
     "the quantizer rounds otherwise": lambda quantizer, modules, x: rounds_otherwise(quantizer),
-    "a part is a DataParallel copy": lambda quantizer, modules, x: any(map(is_replica, modules)),
+    # Its references point to modules of the original.
+    "a part is a DataParallel copy": lambda quantizer, modules, x: any("_is_replica" in m.__dict__ for m in modules),
     "a hook, a forward of its own or a compiler sees a part": lambda quantizer, modules, x: (
-        has_seen_part(modules) or _is_seen_quantizer(quantizer)
+        any(map(is_seen, modules)) or _is_seen_quantizer(quantizer)
     ),
 }
 
 
-def why_not_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> str | None:
-    """The first reason why `x`, `modules` and `quantizer` must be computed one by one; None if there is none."""
-    for reason, holds in REASONS.items():
-        if holds(quantizer, modules, x):
-            return reason
-    return None
-
-
 def may_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> bool:
-    return why_not_fuse(quantizer, modules, x) is None
+    """Whether there is no reason why `x`, `modules` and `quantizer` must be computed one by one."""
+    for holds in REASONS.values():  # noqa: SIM110 - a compiler traces it
+        if holds(quantizer, modules, x):
+            return False
+    return True

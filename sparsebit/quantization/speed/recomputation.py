@@ -52,7 +52,11 @@ class Recompute:
             elif isinstance(arg, Tensor):
                 self.watched.append(arg)
         self.versions = [tensor._version for tensor in self.watched]
-        self.autocast = _autocast_state(output.device.type) if autocasts else None
+        self.autocast: dict[str, Any] | None = None
+        if autocasts:
+            kind = output.device.type
+            dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            self.autocast = {"device_type": kind, "dtype": dtype, "enabled": is_on, "cache_enabled": False}
 
     def read(self) -> Tensor:
         """The tensor: computed for the first reader, and released after the last expected one."""
@@ -172,12 +176,3 @@ def _without_history(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     return recompute_of(arg) or (arg if arg.grad_fn is None else arg.detach())
-
-
-def _autocast_state(device_type: str) -> dict[str, Any]:
-    return {
-        "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type),
-        "enabled": torch.is_autocast_enabled(device_type),
-        "cache_enabled": False,
-    }

@@ -9,6 +9,7 @@ backward the same kernels run again on the same numbers, so that gradients are e
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,16 +82,14 @@ def note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
     is_packed = isinstance(substitute_of(quantizer), RecordedQuantizer)
     if not is_packed or not _is_kept(output) or not is_deterministic(quantizer):
         return
-    function = _Requantized(quantizer.spec, quantizer.transform)
+    function = partial(_requantized, quantizer.spec, quantizer.transform)
     attach_recompute(output, function, (x, *quantizer.operands()), autocasts=False)
 
 
-class _Requantized:
-    def __init__(self, spec: TensorSpec, transform: Callable[[Tensor], Tensor]) -> None:
-        self.spec, self.transform = spec, transform
-
-    def __call__(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec)
+def _requantized(
+    spec: TensorSpec, transform: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor, zero: Tensor
+) -> Any:
+    return dispatch.fake_quantize(transform(x), scale, zero, spec)
 
 
 class RecordedModule(Substitute):

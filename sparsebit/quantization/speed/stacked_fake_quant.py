@@ -18,13 +18,12 @@ from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.fake_quant.gradients import LEARNING
 from sparsebit.quantization.speed.below_autograd import fuses, gradients_of, quantized
 
+Numbers: TypeAlias = Sequence[Tensor]
 Gradients: TypeAlias = list[Tensor | None]  # of x, of the scales, of the zero points
 
 
 class Stack(NamedTuple):
-    """The properties of the quantizers besides one scale and one zero point each; `tags` are separated by line
-    breaks.
-    """
+    """Properties that the quantizers share, besides scales and zero points; `tags` are separated by line breaks."""
 
     dim: int
     qmin: int
@@ -52,9 +51,8 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *numbers = ctx.saved_tensors
     stack: Stack = ctx.stack
     needs_x, _, *needs = ctx.needs_input_grad
-    learns = [
-        grad is not None and stack.gradient in LEARNING for grad in grads
-    ]  # a part without a reader has no gradient
+    # A part without a reader has no gradient.
+    learns = [grad is not None and stack.gradient in LEARNING for grad in grads]
     needs = [needed and learned for needed, learned in zip(needs, learns * 2, strict=True)]
     each = zip(grads, x.unbind(stack.dim), strict=True)
     known = [torch.zeros_like(piece) if grad is None else grad for grad, piece in each]
@@ -67,21 +65,12 @@ _gradients_once = once_differentiable(_gradients)
 _record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _FakeQuantizeStacked).apply
 
 
-def fake_quantize_stacked(
-    x: Tensor, stack: Stack, scales: Sequence[Tensor], zero_points: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def fake_quantize_stacked(x: Tensor, stack: Stack, scales: Numbers, zero_points: Numbers) -> tuple[Tensor, ...]:
     """`x.unbind(stack.dim)`, each on its own grid. `x` has a form (`stack_form`)."""
     return _record(x, stack, *scales, *zero_points)
 
 
-def _forward(
-    x: Tensor,
-    scales: Sequence[Tensor],
-    zero_points: Sequence[Tensor],
-    stack: Stack,
-    *,
-    in_graph: bool = False,
-) -> list[Tensor]:
+def _forward(x: Tensor, scales: Numbers, zero_points: Numbers, stack: Stack, *, in_graph: bool = False) -> list[Tensor]:
     dim, qmin, qmax, _, tags = stack
     pieces, form = x.unbind(dim), stack_form(x, dim)
     if form is not None and (in_graph or fuses(x)):
@@ -95,8 +84,8 @@ def _forward(
 def _backward(
     grads: Sequence[Tensor],
     x: Tensor,
-    scales: Sequence[Tensor],
-    zero_points: Sequence[Tensor],
+    scales: Numbers,
+    zero_points: Numbers,
     stack: Stack,
     needs: Sequence[bool],
     *,
@@ -157,12 +146,7 @@ def _forward_operator(
 
 
 def _backward_operator(
-    grads: list[Tensor],
-    x: Tensor,
-    scales: list[Tensor],
-    zero_points: list[Tensor],
-    *rest: Any,
-    in_graph: bool = False,
+    grads: list[Tensor], x: Tensor, scales: list[Tensor], zero_points: list[Tensor], *rest: Any, in_graph: bool = False
 ) -> list[Tensor]:
     *stack, needs = rest
     found = _backward(grads, x, scales, zero_points, Stack(*stack), needs, in_graph=in_graph)

@@ -41,11 +41,10 @@ class Draft:
 class FusedStep:
     """A callable in a training graph."""
 
+    __call__: Callable[..., Any]
+
     def __init__(self, name: str) -> None:
         self.__name__ = name  # torch.fx requires it of a function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} must define __call__()")
 
 
 class TrainingGraph(Substitute):
@@ -54,7 +53,7 @@ class TrainingGraph(Substitute):
     def __init__(self, root: CapturedGraph, rewrites: tuple[Rewrite, ...]) -> None:
         self.root, self.rewrites = root, rewrites
         self._code: str | None = None
-        self._parts: list[tuple[nn.Module, str, nn.Module]] = []
+        self._parts: list[tuple[nn.Module, str, nn.Module | None]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root = self.root
@@ -84,13 +83,6 @@ class TrainingGraph(Substitute):
         self._steps = [node.target for node in draft.graph.nodes if isinstance(node.target, FusedStep)]
         made = draft.graph.python_code("self")
         self._function: Callable[..., Any] = _forward_from_src(made.src, made.globals)
-        self._code, self._parts = self.root._code, list(_called_modules(self.root))
-
-
-def _called_modules(root: CapturedGraph) -> list[tuple[nn.Module, str, nn.Module]]:
-    found = []
-    for target in {str(node.target): None for node in root.graph.find_nodes(op="call_module")}:
-        path, _, name = target.rpartition(".")
-        parent = root.get_submodule(path)
-        found.append((parent, name, root.get_submodule(target)))
-    return found
+        targets = dict.fromkeys(str(node.target) for node in self.root.graph.find_nodes(op="call_module"))
+        places = [(self.root.get_submodule(path), name) for path, _, name in (t.rpartition(".") for t in targets)]
+        self._code, self._parts = self.root._code, [(parent, name, parent._modules[name]) for parent, name in places]

@@ -40,11 +40,8 @@ class WeightBatches:
         self.root = root
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
         # A weight that is computed when it is read (parametrizations, hooks) is read once, by its layer.
-        self.layers = [
-            m
-            for m in called
-            if type(m) is WeightedQuantOpr and m.row.name in _ROWS and m.op._parameters.get("weight") is not None
-        ]
+        layers = [m for m in called if type(m) is WeightedQuantOpr and m.row.name in _ROWS]
+        self.layers = [layer for layer in layers if layer.op._parameters.get("weight") is not None]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
         self._served: list[FusedLayer] = []
 
@@ -88,7 +85,7 @@ class WeightBatches:
 
     def _groups(self) -> list[tuple[bool, list[FusedLayer]]]:
         groups: list[tuple[bool, list[FusedLayer]]] = []
-        if not self.layers or not _runs_kernels(_weight(self.layers[0])):
+        if not self.layers or not shows_kernels(_weight(self.layers[0])):
             return groups
         for kind, learns in ((LSQ, True), (Uniform, False)):
             most = LAYERS_PER_BATCH if is_distributed() else len(self.layers)
@@ -115,17 +112,13 @@ def _weight(layer: WeightedQuantOpr) -> Tensor:
     return weight
 
 
-def _runs_kernels(weight: Tensor) -> bool:
-    return shows_kernels(weight)
-
-
 def _fits(layer: WeightedQuantOpr) -> bool:
     weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
     return (
         type(weight) is nn.Parameter  # not one that a parametrization computes
         and weight.requires_grad
         and weight.dtype == torch.float32
-        and _runs_kernels(weight)
+        and shows_kernels(weight)
         and may_fuse(quantizer, (layer.op,), weight)
         and quantizer.spec.symmetric
         and quantizer.spec.granularity == PerChannel(0)

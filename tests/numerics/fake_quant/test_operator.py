@@ -252,9 +252,9 @@ def test_the_short_way_and_the_operator_agree(granularity: PerChannel | PerGroup
 
 def test_faults_name_the_site() -> None:
     one, zero, spec = torch.tensor(1.0), torch.tensor(0.0), TensorSpec(8, True)
-    with pytest.raises(SpecError, match=r"layer1.conv: gradient='ewgs': allowed: ste, lsq, pact"):
+    with pytest.raises(SpecError, match=r"layer1.conv: .*gradient='ewgs': allowed: .* ste, lsq, pact"):
         fake_quantize(torch.zeros(3), one, zero, spec, gradient="ewgs", tag="layer1.conv")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"layer1.conv: a tensor of torch.int64: only floating-point"):
+    with pytest.raises(SpecError, match=r"layer1.conv: a tensor of torch.int64, .*allowed: floating-point"):
         fake_quantize(torch.zeros(3, dtype=torch.long), one, zero, spec, tag="layer1.conv")
     with pytest.raises(SpecError, match=r"layer1.conv: 2 scales or zero points for a tensor of shape \(3,\)"):
         fake_quantize(torch.zeros(3), torch.ones(2), zero, spec, tag="layer1.conv")

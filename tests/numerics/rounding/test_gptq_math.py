@@ -13,10 +13,10 @@ from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.rounding import scale_search_math
 from sparsebit.numerics.rounding.gptq_math import (
-    descend,
+    _descend_lines,
+    _refit_lines,
+    _round_lines,
     quantize,
-    refit_scale,
-    round_columns,
     round_nearest,
     row_loss,
     with_variance,
@@ -52,6 +52,21 @@ def grid_of(W: Tensor, bits: int = 4, symmetric: bool = True, granularity: Granu
     scale, zero_point = qparams_from_range(flat.amin(1).float(), flat.amax(1).float(), spec)
     index = broadcast_to(torch.arange(scale.numel()), weight.shape, granularity).expand(weight.shape)
     return Grid(scale.double(), zero_point.double(), index.reshape(groups, -1, columns), spec)
+
+
+def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int) -> Tensor:
+    lines = grid.lines()
+    return lines.codes(_round_lines(W.mT.contiguous(), U, lines, block_size)).mT
+
+
+def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int) -> Tensor:
+    lines = grid.lines()
+    return lines.codes(_descend_lines(W.mT.contiguous(), H, lines.steps(codes.mT.contiguous()), lines, block_size)).mT
+
+
+def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
+    lines = grid.lines()
+    return _refit_lines(W.mT.contiguous(), H, lines.steps(codes.mT.contiguous()), lines).grid
 
 
 def brute_force(w: Tensor, hessian: Tensor, grid: Grid) -> float:

@@ -10,11 +10,12 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from sparsebit.config.options import selected_options
 from sparsebit.config.section import Section
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
-from sparsebit.quantization.observers import Observer, build_observer, observer_options, register_observer
+from sparsebit.quantization.observers import Observer, build_observer, register_observer
 from sparsebit.quantization.observers import observer as observer_module
 from sparsebit.quantization.observers.leveled_histogram import MOST_LEVELS
 from sparsebit.quantization.observers.statistics import MinMax
@@ -187,7 +188,7 @@ def test_registered_without_a_name() -> None:
 
 
 def test_an_observer_of_the_first_sparsebit_is_explained() -> None:
-    with pytest.raises(ConfigError, match=r"range_of\(statistic\) in the place of calc_minmax\(\); docs/guides"):
+    with pytest.raises(ConfigError, match=r"range_of\(statistic\) \(calc_minmax\(\) in the first Spars.*docs/guides"):
 
         @register_observer
         class Old(Observer[MinMax]):
@@ -272,7 +273,7 @@ class TestOptions:
         observer = build_observer("part", AFFINE)
         assert observer.options == PartOptions()
         config = qconfig({"A.OBSERVER": {"TYPE": "part", "PART": {"PART": 0.75}}}).resolve("A", "fc")
-        assert observer_options(config) == PartOptions(PART=0.75)
+        assert selected_options(config.OBSERVER) == PartOptions(PART=0.75)
         with pytest.raises(CalibrationError, match="must be the same"):
             observer.merge(build_observer("part", AFFINE, PartOptions(PART=0.75)))
 

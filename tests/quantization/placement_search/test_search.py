@@ -144,7 +144,9 @@ def test_a_faster_placement_that_is_less_exact_is_not_taken(qmodel: QuantModel) 
     from sparsebit.deploy.runtimes import PROFILES
     from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 
-    default = TracedGraph(*tracing.trace_onnx(qmodel, BATCH[:1])).file((), PROFILES["onnxruntime"])
+    default = TracedGraph(*tracing.trace_onnx(qmodel, BATCH[:1]), {}, pads_channels=True).file(
+        (), PROFILES["onnxruntime"]
+    )
     num_integer = sum(is_integer for _, is_integer in Fake(SLOW_WISE).times(default).values())
     watch = Fake(SLOW_WISE, exactness={num_integer: 40.0})
     found = measure_placement(qmodel, [BATCH], stopwatch=watch)

@@ -7,11 +7,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from sparsebit.config.options import selected_options
 from sparsebit.config.section import Section
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.quantization import Quantizer, QuantModel, parse_qconfig, register_quantizer
 from sparsebit.quantization.quantizers.pact import PACT, PactOptions
-from sparsebit.quantization.quantizers.registration import quantizer_options
 from sparsebit.registry import QUANTIZERS
 from tests.quantization.tiny import calibrated, qconfig, site
 
@@ -123,8 +123,8 @@ class TestOptions:
     def test_built_by_hand(self) -> None:
         register_gain()
         config = qconfig({"A.QUANTIZER": {"TYPE": "gain", "BIT": 8, "GAIN": {"GAIN": 3}}})
-        assert quantizer_options(config.resolve("A", "fc")) == GainOptions(GAIN=3.0)
-        assert quantizer_options(config.resolve("W", "fc")) == Section()
+        assert selected_options(config.resolve("A", "fc").QUANTIZER) == GainOptions(GAIN=3.0)
+        assert selected_options(config.resolve("W", "fc").QUANTIZER) == Section()
 
     def test_refused_options_leave_no_trace(self) -> None:
         class WithoutDefault(Section):

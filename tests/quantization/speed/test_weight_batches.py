@@ -19,7 +19,7 @@ from tests.quantization.tiny import calibrated, qconfig
 @pytest.fixture
 def batched(interpreted_kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights on the CPU count as being on a GPU; kernels are interpreted."""
-    monkeypatch.setattr(weight_batches, "_runs_kernels", lambda weight: True)
+    monkeypatch.setattr(weight_batches, "shows_kernels", lambda weight: True)
 
 
 def ready(kind: str) -> QuantModel:

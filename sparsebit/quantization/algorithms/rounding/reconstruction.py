@@ -2,7 +2,7 @@
 output stays near that of the float model.
 
 AdaRound, BRECQ, QDrop, AutoRound and distillation are settings of this one procedure (`METHODS`). The arithmetic is in
-`numerics/rounding/learned_rounding_math.py`, the training loop in `execution/blocks/training.py`.
+`numerics/rounding/learned_codes.py`, the training loop in `execution/blocks/training.py`.
 """
 
 from __future__ import annotations
