@@ -208,11 +208,7 @@ class CalibrationRunner:
 
     @torch.no_grad()
     def _calibrate_inside(
-        self,
-        module: nn.Module,
-        run: Callable[[], Iterator[Any]],
-        switches: dict[str, bool],
-        done: Iterable[int] = (),
+        self, module: nn.Module, run: Callable[[], Iterator[Any]], switches: dict[str, bool], done: Iterable[int] = ()
     ) -> set[int]:
         """Calibrate the module's quantizers one after the other, in the order in which its code calls them."""
         wanted = {id(quantizer) for quantizer in self.data_quantizers}.difference(done)

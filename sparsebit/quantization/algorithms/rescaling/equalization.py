@@ -25,11 +25,7 @@ from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
     largest_by_channel,
     output_sizes,
 )
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
-    Factors,
-    FloatRuns,
-    float_runs,
-)
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.equalization_math import absorbed_bias, equalizing_scale, precision
 from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
 from sparsebit.quantization.model.quant_model import QuantModel

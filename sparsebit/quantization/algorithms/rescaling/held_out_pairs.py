@@ -64,12 +64,7 @@ class HeldOutJudge:
         return call
 
     def kept(
-        self,
-        verb: str,
-        pairs: Sequence[ChannelPair],
-        change: Callable[[Sequence[ChannelPair]], None],
-        *,
-        asym: bool,
+        self, verb: str, pairs: Sequence[ChannelPair], change: Callable[[Sequence[ChannelPair]], None], *, asym: bool
     ) -> list[ChannelPair]:
         """The pairs whose change is kept, applied. `change(pairs)`: the model with the change of only these pairs.
 

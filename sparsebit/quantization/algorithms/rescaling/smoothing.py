@@ -27,11 +27,7 @@ from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader, changeable_layers
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
-    Factors,
-    FloatRuns,
-    float_runs,
-)
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
 from sparsebit.quantization.algorithms.rescaling.smoothing_math import capped_scale, relative_error, smoothing_scale
 from sparsebit.quantization.building.inserted_factors import InsertedFactor

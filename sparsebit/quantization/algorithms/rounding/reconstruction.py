@@ -26,13 +26,7 @@ from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.rounding.learned_codes import RoundingKind
 from sparsebit.quantization.algorithms.layer_visits import folder_name, num_owners, weights_outside
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.algorithms.rounding.learned_sites import (
-    Rates,
-    Sites,
-    Wanted,
-    find_sites,
-    in_place,
-)
+from sparsebit.quantization.algorithms.rounding.learned_sites import Rates, Sites, Wanted, find_sites, in_place
 from sparsebit.quantization.algorithms.rounding.output_sensitivity import OutputSensitivity
 from sparsebit.quantization.calibrating.block_visits import block_state, load_block_state
 from sparsebit.quantization.model.quant_model import QuantModel
