@@ -46,18 +46,9 @@ Transform: TypeAlias = Callable[[fx.GraphModule], object]
 def prepare(
     captured: Captured, *, folds_batchnorm: bool, merges_branches: bool = False, folds_scales: bool = False
 ) -> dict[str, str]:
-    """Bring every graph into the form that plans are made for, in place.
-
-    Returns the graphs (by path) that cannot be prepared, with the reason: their modules must run their own code.
-    """
-    wanted = {
-        fold_batchnorm: folds_batchnorm,
-        fold_concatenated: folds_batchnorm,
-        fold_flattened: folds_batchnorm,
-        merge_branches: merges_branches,
-        fold_scales: folds_scales,
-    }
-    passes = [step for step, is_wanted in wanted.items() if is_wanted]
+    """Bring every graph, in place, into the form that plans are made for; returns by path why some cannot be."""
+    passes = [fold_batchnorm, fold_concatenated, fold_flattened] if folds_batchnorm else []
+    passes += [merge_branches] * merges_branches + [fold_scales] * folds_scales
     reasons = {path: _why_not_prepared(region, passes) for path, region in captured.regions.items()}
     return {path: reason for path, reason in reasons.items() if reason}
 
@@ -97,21 +88,18 @@ def attach(
 
 
 def _why_not_prepared(region: Region, passes: Sequence[Transform]) -> str:
+    """Run the native passes, in order, and the optional ones; returns why they fail, or an empty text."""
+    root = region.graph_module
     try:
-        _prepare(region, passes)
+        functionalize(root)
+        simplify(root)
+        normalize(root, region.source)
+        lift_functional_layers(root)
+        for step in passes:
+            step(root)
     except Exception as error:
         report_own_fault(error)
         return f"its graph cannot be prepared: {type(error).__name__}: {error}"
-    return ""
-
-
-def _prepare(region: Region, passes: Sequence[Transform]) -> None:
-    """Run the native passes, in order, and the optional ones."""
-    functionalize(region.graph_module)
-    simplify(region.graph_module)
-    normalize(region.graph_module, region.source)
-    lift_functional_layers(region.graph_module)
-    for step in passes:
-        step(region.graph_module)
-    for node in region.graph_module.graph.nodes:
+    for node in root.graph.nodes:
         node.meta.pop("example", None)  # fake tensors, which are not needed any more
+    return ""
