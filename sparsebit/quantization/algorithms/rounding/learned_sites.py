@@ -160,7 +160,8 @@ class Sites:
     were_fitted: bool = False  # by an algorithm before
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
-        found = [group for site in (*self.weights, *self.steps) for group in site.groups(rates)]
+        learned: tuple[LearnedWeight | LearnedStep, ...] = (*self.weights, *self.steps)
+        found = [group for site in learned for group in site.groups(rates)]
         return found + [ParameterGroup((bias,), rates.bias * size, "cosine") for bias, size in self.biases]
 
     def store(self) -> int:
