@@ -76,7 +76,9 @@ class FormerNames:
 
     @property
     def cfg(self) -> NoReturn:
-        raise ConfigError("Quantizer.cfg is of the first Sparsebit; today: quantizer.spec and quantizer.options")
+        raise ConfigError(
+            "Quantizer.cfg is of the first Sparsebit; today quantizer.spec is the number format, .options are the keys"
+        )
 
     def enable_export_onnx(self) -> None:
         """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""

@@ -63,9 +63,7 @@ def quantize(
     """
     qconfig = with_effort(as_qconfig(config), effort)
     if resume is not None and effort is None and not qconfig.ALGORITHMS:
-        raise ConfigError(
-            f"resume={str(resume)!r}: it keeps what ALGORITHMS finish, and the config names none; name some"
-        )
+        raise ConfigError(f"resume={str(resume)!r}: it keeps what ALGORITHMS finish, and the config names none")
     profile = None
     if placement not in ("default", "measured"):  # read before the work, so that a wrong name costs no time
         profile = placement if isinstance(placement, PlacementProfile) else PlacementProfile.load(placement)
@@ -75,11 +73,7 @@ def quantize(
             f"would not be the one that is exported; {qconfig.without_batchnorm_tuning}, or leave the placement out"
         )
     if batches is None:
-        if qconfig.ALGORITHMS or placement != "default":
-            names = ", ".join(step.name for step in qconfig.ALGORITHMS)
-            needs = f"the ALGORITHMS of the config ({names})" if names else f"placement={str(placement)!r}"
-            raise CalibrationError(f"no calibration batches were given, and {needs} need some")
-        return _without_data(model, qconfig)
+        return _without_data(model, qconfig, "" if placement == "default" else f"placement={str(placement)!r}")
     batches = batches_of(batches)
     if qconfig.ALGORITHMS:
         require_repeatable(batches, "the ALGORITHMS of the config")
@@ -98,7 +92,11 @@ def quantize(
     return qmodel
 
 
-def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
+def _without_data(model: nn.Module, qconfig: QuantConfig, needs: str) -> QuantModel:
+    """`needs`: an argument that needs data, if there is one."""
+    if qconfig.ALGORITHMS or needs:
+        needs = needs or f"the ALGORITHMS of the config ({', '.join(step.name for step in qconfig.ALGORITHMS)})"
+        raise CalibrationError(f"no calibration batches were given, and {needs} need some")
     with phase("capture"):
         qmodel = QuantModel(model, qconfig)
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "activation"]
