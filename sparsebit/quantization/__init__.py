@@ -17,8 +17,7 @@ from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.algorithms.applying import apply_algorithms
-from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.registration import apply_algorithms, register_algorithm
 from sparsebit.quantization.algorithms.rescaling.equalization import Equalized, equalize
 from sparsebit.quantization.algorithms.rescaling.smoothing import Smoothed, smooth
 from sparsebit.quantization.algorithms.rounding.batchnorm_step import tune_batchnorms
@@ -49,78 +48,16 @@ from sparsebit.quantization.qat.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer
 
-__all__ = [
-    "QMODULE_MAP",
-    "BitSearch",
-    "Block",
-    "BlockData",
-    "BlockReconstruction",
-    "Captured",
-    "CudaGraphStep",
-    "DistillationLoss",
-    "Equalized",
-    "FreezeSchedule",
-    "Granularity",
-    "Histogram",
-    "LatencySearch",
-    "LayerRounding",
-    "MatchingNode",
-    "MeasuredPlacement",
-    "MinMax",
-    "MovingMinMax",
-    "MultipleInputsQuantOpr",
-    "Observer",
-    "PerChannel",
-    "PerGroup",
-    "PerTensor",
-    "PlacementProfile",
-    "Plan",
-    "QIdentity",
-    "QuantConfig",
-    "QuantModel",
-    "QuantOpr",
-    "Quantizer",
-    "ReplacePatternBase",
-    "Samples",
-    "Section",
-    "Sensitivity",
-    "Site",
-    "SiteBudget",
-    "Smoothed",
-    "SubgraphMatcher",
-    "TensorSpec",
-    "Transform",
-    "apply_algorithms",
-    "apply_placement",
-    "attach",
-    "broadcast_to",
-    "capture",
-    "correct_biases",
-    "equalize",
-    "fake_quantize",
-    "find_blocks",
-    "gather",
-    "gptq",
-    "make_plan",
-    "measure_placement",
-    "mix",
-    "pareto_curve",
-    "parse_qconfig",
-    "prepare",
-    "qparams_from_range",
-    "reconstruct",
-    "register_algorithm",
-    "register_observer",
-    "register_qmodule",
-    "register_quantizer",
-    "run_blocks",
-    "search_bits",
-    "search_latency",
-    "sensitivity",
-    "smooth",
-    "transform",
-    "tune_batchnorms",
-    "weights_of_first_sparsebit",
-]
+__all__ = ["QMODULE_MAP", "BitSearch", "Block", "BlockData", "BlockReconstruction", "Captured", "CudaGraphStep"]
+__all__ += ["DistillationLoss", "Equalized", "FreezeSchedule", "Granularity", "Histogram", "LatencySearch"]
+__all__ += ["LayerRounding", "MatchingNode", "MeasuredPlacement", "MinMax", "MovingMinMax", "MultipleInputsQuantOpr"]
+__all__ += ["Observer", "PerChannel", "PerGroup", "PerTensor", "PlacementProfile", "Plan", "QIdentity", "QuantConfig"]
+__all__ += ["QuantModel", "QuantOpr", "Quantizer", "ReplacePatternBase", "Samples", "Section", "Sensitivity", "Site"]
+__all__ += ["SiteBudget", "Smoothed", "SubgraphMatcher", "TensorSpec", "Transform", "apply_algorithms"]
+__all__ += ["apply_placement", "attach", "broadcast_to", "capture", "correct_biases", "equalize", "fake_quantize"]
+__all__ += ["find_blocks", "gather", "gptq", "make_plan", "measure_placement", "mix", "pareto_curve", "parse_qconfig"]
+__all__ += ["prepare", "qparams_from_range", "reconstruct", "register_algorithm", "register_observer"]
+__all__ += ["register_qmodule", "register_quantizer", "run_blocks", "search_bits", "search_latency", "sensitivity"]
+__all__ += ["smooth", "transform", "tune_batchnorms", "weights_of_first_sparsebit"]
 
 add_former_modules(__name__)

@@ -20,11 +20,9 @@ _HOW = (
 
 def is_of_first_sparsebit(names: Iterable[str]) -> bool:
     """Whether these are the keys of a state_dict that the first Sparsebit made."""
-    names = list(names)
-    if any(name.endswith(("_quantizer.observer.min_val", "_quantizer.observer.max_val")) for name in names):
-        return True
-    has_scales = any(name.endswith("_quantizer.scale") for name in names)
-    return has_scales and not any(name.endswith(("_quantizer.calibrated", "_quantizer.fused")) for name in names)
+    ends = {name.rpartition("_quantizer.")[2] for name in names if "_quantizer." in name}
+    is_ours = not ends.isdisjoint({"calibrated", "fused"})
+    return not ends.isdisjoint({"observer.min_val", "observer.max_val"}) or ("scale" in ends and not is_ours)
 
 
 def refuse_first_sparsebit(names: Iterable[str]) -> None:
@@ -41,19 +39,14 @@ def weights_of_first_sparsebit(state_dict: Mapping[str, Any], model: nn.Module) 
     """
     given = {_plain(name): value for name, value in state_dict.items() if "_quantizer." not in name}
     found: dict[str, Tensor] = {}
-    missing = []
     for name in model.state_dict():
         path, _, leaf = name.rpartition(".")
-        value = next((given[key] for key in (name, f"{node_name(path)}.{leaf}") if key in given), None)
-        if value is not None:
-            found[name] = value
-        elif leaf != "num_batches_tracked":
-            missing.append(name)
-    if missing:
+        found.update((name, given[key]) for key in (f"{node_name(path)}.{leaf}", name) if key in given)
+    if missing := [n for n in model.state_dict() if n not in found and not n.endswith("num_batches_tracked")]:
+        names = f"{len(missing)} of {type(model).__name__}'s ({', '.join(missing[:3])})"
         raise CheckpointError(
-            f"the state_dict has no tensor for {len(missing)} of {type(model).__name__}'s ({', '.join(missing[:3])}); "
-            "it is of another model, or was saved with batch norms folded (SCHEDULE.FUSE_BN): load such weights into a "
-            "model without those norms"
+            f"the state_dict has no tensor for {names}; it is of another model, or was saved with batch norms folded "
+            "(SCHEDULE.FUSE_BN): load such weights into a model without those norms"
         )
     return {**model.state_dict(), **found}
 
@@ -84,8 +77,7 @@ class FormerNames:
     @property
     def cfg(self) -> NoReturn:
         raise ConfigError(
-            "Quantizer.cfg is of the first Sparsebit; today: quantizer.spec is the number format, quantizer.options "
-            "the config keys of this type of quantizer"
+            "Quantizer.cfg is of the first Sparsebit; today quantizer.spec is the number format, .options are the keys"
         )
 
     def enable_export_onnx(self) -> None:

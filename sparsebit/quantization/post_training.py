@@ -17,7 +17,7 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.batches import Call, batches_of, calls, num_samples, require_repeatable
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import known_length, track
-from sparsebit.quantization.algorithms.applying import apply_algorithms
+from sparsebit.quantization.algorithms.registration import apply_algorithms
 from sparsebit.quantization.effort import Effort, with_effort
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement
@@ -63,19 +63,17 @@ def quantize(
     """
     qconfig = with_effort(as_qconfig(config), effort)
     if resume is not None and effort is None and not qconfig.ALGORITHMS:
-        raise ConfigError(
-            f"resume={str(resume)!r}: the folder keeps what ALGORITHMS have finished, and the config names none; name "
-            'some, give effort="good" or "best", or leave resume out'
-        )
-    profile = _profile(placement)
+        raise ConfigError(f"resume={str(resume)!r}: it keeps what ALGORITHMS finish, and the config names none")
+    profile = None
+    if placement not in ("default", "measured"):  # read before the work, so that a wrong name costs no time
+        profile = placement if isinstance(placement, PlacementProfile) else PlacementProfile.load(placement)
     if placement == "measured" and qconfig.without_batchnorm_tuning is not None:
         raise ConfigError(
             "placement='measured': while batch norms are to be tuned they are not folded, and the files that are timed "
             f"would not be the one that is exported; {qconfig.without_batchnorm_tuning}, or leave the placement out"
         )
     if batches is None:
-        _check_without_data(qconfig, placement)
-        return _without_data(model, qconfig)
+        return _without_data(model, qconfig, "" if placement == "default" else f"placement={str(placement)!r}")
     batches = batches_of(batches)
     if qconfig.ALGORITHMS:
         require_repeatable(batches, "the ALGORITHMS of the config")
@@ -94,27 +92,11 @@ def quantize(
     return qmodel
 
 
-def _profile(placement: PlacementProfile | str | os.PathLike[str]) -> PlacementProfile | None:
-    """The named profile; read before the work, so that a wrong name costs no time."""
-    if isinstance(placement, PlacementProfile) or placement in ("default", "measured"):
-        return placement if isinstance(placement, PlacementProfile) else None
-    return PlacementProfile.load(placement)
-
-
-def _check_without_data(qconfig: QuantConfig, placement: PlacementProfile | str | os.PathLike[str]) -> None:
-    """Refuse what needs data."""
-    if placement != "default":
-        raise CalibrationError(
-            f"placement={str(placement)!r} without calibration batches: files are timed on data; give some"
-        )
-    if qconfig.ALGORITHMS:
-        names = ", ".join(step.name for step in qconfig.ALGORITHMS)
-        raise CalibrationError(
-            f"no calibration batches were given, and the ALGORITHMS of the config ({names}) need some"
-        )
-
-
-def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
+def _without_data(model: nn.Module, qconfig: QuantConfig, needs: str) -> QuantModel:
+    """`needs`: an argument that needs data, if there is one."""
+    if qconfig.ALGORITHMS or needs:
+        needs = needs or f"the ALGORITHMS of the config ({', '.join(step.name for step in qconfig.ALGORITHMS)})"
+        raise CalibrationError(f"no calibration batches were given, and {needs} need some")
     with phase("capture"):
         qmodel = QuantModel(model, qconfig)
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "activation"]
@@ -144,28 +126,16 @@ def _calibrated(
         qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)
     with phase("calibration"):
-        count = _observe(qmodel, every, total=total)
-        if not qconfig.A.QUANTIZER.DISABLE:
-            _warn_of_few(count)
+        with torch.no_grad():
+            stream = track(every, "calibration", total=total)
+            count = sum(num_samples(call, qmodel(*call[0], **call[1])) for call in stream)
+        if count < FEWEST_SAMPLES and not qconfig.A.QUANTIZER.DISABLE:
+            log.warning(
+                "calibrated on %d samples: ranges are only as wide as what these few showed, and other inputs will be "
+                "clipped; give a few dozen to a few hundred that look like the data in use",
+                count,
+            )
         qmodel.calc_qparams(asym=asym)
     note_calibration(count, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
-
-
-def _observe(qmodel: QuantModel, stream: Iterable[Call], *, total: int | None) -> int:
-    """Run the calls for the observers; returns how many samples they had."""
-    count = 0
-    with torch.no_grad():
-        for call in track(stream, "calibration", total=total):
-            count += num_samples(call, qmodel(*call[0], **call[1]))
-    return count
-
-
-def _warn_of_few(count: int) -> None:
-    if count < FEWEST_SAMPLES:
-        log.warning(
-            "calibrated on %d samples: ranges are only as wide as what these few showed, and other inputs will be "
-            "clipped; give a few dozen to a few hundred that look like the data in use",
-            count,
-        )

@@ -36,10 +36,8 @@ def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
     if isinstance(source, QuantConfig):
         return source
     if isinstance(source, str) and not source.strip():
-        raise ConfigError(
-            "the config is empty text: give the path of a YAML file, YAML text such as 'BACKEND: virtual', a dict, or "
-            f"a name ({', '.join(named_configs())})"
-        )
+        known = ", ".join(named_configs())
+        raise ConfigError(f"the config is empty text: give the path of a YAML file, YAML text, or a name ({known})")
     if isinstance(source, str) and "\n" not in source and not os.path.isfile(source):
         names = named_configs()
         if source.lower() in names:
@@ -82,11 +80,9 @@ def require_device(config: QuantConfig) -> None:
         return
     import torch
 
-    number = int(config.DEVICE.partition(":")[2] or 0)
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(config.DEVICE.partition(":")[2] or 0) >= count:
         raise ConfigError(
-            f"DEVICE={config.DEVICE}: torch sees no GPU here; set DEVICE: cpu, or take the key out of the config; of a "
-            'saved model, QuantModel.load(..., device="cpu")'
+            f"DEVICE={config.DEVICE}: torch sees {count or 'no'} GPU here; set DEVICE: cpu, or take the key out of the "
+            'config; of a saved model, QuantModel.load(..., device="cpu")'
         )
-    if number >= torch.cuda.device_count():
-        raise ConfigError(f"DEVICE={config.DEVICE}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")

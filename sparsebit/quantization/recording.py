@@ -58,8 +58,7 @@ def record(
     ['capture', 'calibration', 'profile']
     """
     found = [result for result in results if result is not None]
-    path = _one_file(found, file)
-    coverage = qmodel.coverage
+    path, coverage = _one_file(found, file), qmodel.coverage
     float_bytes = sum(parameter.float_bytes for parameter in coverage.parameters)
     made = RunRecord(
         model=model_facts(qmodel, name),
@@ -94,19 +93,16 @@ def with_results(made: RunRecord, results: list[Result]) -> RunRecord:
         match result:
             case ErrorProfile():
                 made = made.replace(errors=(*made.errors, result))
-            case Parity():
-                made = made.replace(parity=(*made.parity, ParityCheck(result)))
-            case ParityCheck():
-                made = made.replace(parity=(*made.parity, result))
+            case Parity() | ParityCheck():
+                check = ParityCheck(result) if isinstance(result, Parity) else result
+                made = made.replace(parity=(*made.parity, check))
             case Audit():
                 made = made.replace(audits=(*made.audits, result))
             case OutputError():
                 made = made.replace(output=result)
             case _:
-                raise RecordError(
-                    f"a {type(result).__name__} has no section in a record; give what profile, export_onnx, check_onnx "
-                    "or audit returned"
-                )
+                kind, verbs = type(result).__name__, "profile, export_onnx, check_onnx or audit"
+                raise RecordError(f"a {kind} has no section in a record; give what {verbs} returned")
     return made
 
 
@@ -149,31 +145,20 @@ def _facts(model: nn.Module, name: str | None, numbers: str) -> ModelFacts:
 
 def _checksum(tensors: Mapping[str, Any], *values: object) -> str:
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
-    for key, value in sorted(tensors.items()):
-        if isinstance(value, Tensor):
-            digest.update(f"\n{key} {tuple(value.shape)} {value.dtype} ".encode())
-            _add_bytes(digest, value)
+    for key, value in sorted((key, value) for key, value in tensors.items() if isinstance(value, Tensor)):
+        digest.update(f"\n{key} {tuple(value.shape)} {value.dtype} ".encode())
+        plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        if plain.nbytes:  # computed without numpy, which is an optional package
+            digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
     return digest.hexdigest()
-
-
-def _add_bytes(digest: Any, tensor: Tensor) -> None:
-    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    size = plain.numel() * plain.element_size()
-    if size:  # computed without numpy, which is an optional package
-        digest.update((ctypes.c_char * size).from_address(plain.data_ptr()))
 
 
 def _one_file(results: list[Result], given: str | os.PathLike[str] | None) -> Path | None:
     """The file that all results are about."""
-    named = [result.parity.file if isinstance(result, ParityCheck) else result.file for result in _of_files(results)]
+    named = [result.parity.file for result in results if isinstance(result, ParityCheck)]
+    named += [result.file for result in results if isinstance(result, (Parity, Audit))]
     paths = {os.path.realpath(path): Path(path) for path in (*named, *([] if given is None else [given]))}
     if len(paths) > 1:
-        raise RecordError(
-            f"results of different files ({', '.join(map(str, paths.values()))}) do not belong into one record; make a "
-            "record for each"
-        )
+        names = ", ".join(map(str, paths.values()))
+        raise RecordError(f"results of different files ({names}) do not belong into one record; make one for each")
     return next(iter(paths.values()), None)
-
-
-def _of_files(results: list[Result]) -> list[Parity | ParityCheck | Audit]:
-    return [result for result in results if isinstance(result, (Parity, ParityCheck, Audit))]

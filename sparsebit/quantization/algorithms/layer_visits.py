@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.numerics.reference import dequantize
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 
 def is_first_call(node: fx.Node) -> bool:
     """Whether no earlier node calls the same layer, so that its parameters are changed only once."""
-    root = node.graph.owning_module
-    assert root is not None
-    layer = root.get_submodule(str(node.target))
-    calls = (n for n in node.graph.nodes if n.op == "call_module" and root.get_submodule(str(n.target)) is layer)
-    return next(calls) is node
+    root: Any = node.graph.owning_module
+    layer = module_of(node, root)
+    return next(n for n in node.graph.nodes if module_of(n, root) is layer) is node
 
 
 def has_one_input(node: fx.Node) -> bool:
@@ -46,26 +49,48 @@ def num_owners(model: nn.Module) -> dict[int, int]:
     owners: Counter[int] = Counter()
     for module in model.modules():
         owners.update(id(parameter) for parameter in module._parameters.values())
-    graph = getattr(model, "graph", None)
-    for node in [] if graph is None else graph.find_nodes(op="get_attr"):
+    for node in model.graph.find_nodes(op="get_attr") if isinstance(model, fx.GraphModule) else ():
         # The path is that in the user's model: a wrapped layer lists its parameters under it too.
         owners[id(operator.attrgetter(str(node.target))(model))] += 1
     return owners
 
 
+def why_weight_stays(layer: WeightedQuantOpr, owners: dict[int, int]) -> str:
+    """Why the layer's weight cannot get other codes; empty if it can."""
+    weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
+    if is_parametrized(layer.op) or weight is None:
+        return "its weight is computed (pruning, a norm of the weight)"
+    if owners.get(id(weight), 1) > 1:
+        return "its weight belongs to several layers"
+    return "" if has_own_grid(quantizer) else f"the quantizer {quantizer.TYPE!r} rounds in its own way"
+
+
+def has_own_grid(quantizer: Quantizer) -> bool:
+    """Whether it rounds as the operator does, to a scale and zero point that it stores."""
+    is_plain = rounds_by_operator(quantizer) and type(quantizer).transform is Quantizer.transform
+    return is_plain and {"scale", "zero_point"} <= {*quantizer._parameters, *quantizer._buffers}
+
+
+def smallest_scale(layer: WeightedQuantOpr) -> Tensor | None:
+    """The smallest scale with which the layer's bias fits into int32, with twice the room, as the bias may change."""
+    bias, roundings = layer.stored_bias(), [rounding for rounding, _ in layer.arithmetics if rounding is not None]
+    found = [] if bias is None else [2 * rounding.smallest_scale(bias) for rounding in roundings]
+    return functools.reduce(torch.maximum, found) if found else None
+
+
 def weights_outside(model: nn.Module) -> list[str]:
     """The sites of calibrated weights that no visit sees: untraced code calls their layers."""
-    graph = getattr(model, "graph", None)
-    targets = [] if graph is None else [str(node.target) for node in graph.find_nodes(op="call_module")]
-    visited = [model.get_submodule(target) for target in targets]
+    nodes = model.graph.find_nodes(op="call_module") if isinstance(model, fx.GraphModule) else ()
+    visited = [model.get_submodule(str(node.target)) for node in nodes]
     seen = {id(layer.weight_quantizer) for layer in visited if is_itself(layer, WeightedQuantOpr)}
     quantizers = [module for module in model.modules() if is_itself(module, Quantizer) and module.target == "weight"]
     return [q.name for q in quantizers if id(q) not in seen and q.is_calibrated and not q.fake_fused]
 
 
-def folder_name(algorithm: str, options: dict[str, Any]) -> str:
-    """The name of the folder that keeps finished layers of a run with these options."""
-    return f"{algorithm}-{hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:12]}"
+def folder_of(resume: str | os.PathLike[str] | None, algorithm: str, options: dict[str, Any]) -> Path | None:
+    """The folder in `resume` that keeps finished layers of a run with these options."""
+    name = f"{algorithm}-{hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:12]}"
+    return None if resume is None else Path(resume) / name
 
 
 @torch.no_grad()
@@ -75,7 +100,5 @@ def store_codes(quantizer: Quantizer, weight: Tensor, codes: Tensor, scale: Tens
     weight.copy_(dequantize(codes.to(weight.device), *quantizer.qparams(), quantizer.spec, torch.float64))
     again = codes_of(weight, *quantizer.qparams(), quantizer.spec)
     if not torch.equal(again.double(), codes.double()):
-        raise CalibrationError(
-            f"{quantizer.name}: {quantizer.spec.dtype_name} codes do not survive in a weight of type {weight.dtype}; "
-            "keep the model in float32"
-        )
+        kind = f"{quantizer.name}: {quantizer.spec.dtype_name}"
+        raise CalibrationError(f"{kind} codes do not survive in a {weight.dtype} weight; keep the model in float32")

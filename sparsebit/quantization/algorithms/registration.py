@@ -1,25 +1,30 @@
-"""Algorithms by name: the entries of `ALGORITHMS` in configs. The options are the keywords of the function."""
+"""Algorithms by name, as entries of `ALGORITHMS` in configs, and `apply_algorithms`, which runs a config's."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import Field, create_model
 
-from sparsebit.config.algorithm_steps import Step
 from sparsebit.config.config_errors import all_faults
 from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
 from sparsebit.errors import ConfigError
+from sparsebit.execution.batches import require_repeatable
+from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records.phases import phase
 from sparsebit.registry import ALGORITHMS
+
+log = logging.getLogger(__name__)
 
 AlgorithmFunction = TypeVar("AlgorithmFunction", bound=Callable[..., Any])
 
@@ -62,33 +67,46 @@ def register_algorithm(
     return file
 
 
-def run_step(
-    step: Step, qmodel: Any, data: Any, *, memory_budget: int, resume: str | os.PathLike[str] | None = None
-) -> Any:
-    """Call the registered function with the options of the step, and return its result."""
-    function: Any = ALGORITHMS.get(step.name)
-    given = {key.lower(): value for key, value in step.options}
-    of_the_run = {"memory_budget": memory_budget, "resume": resume}
-    taken = inspect.signature(function).parameters
-    if resume is not None and "resume" not in taken:
-        of_the_run.pop("resume")  # a quick algorithm: it starts again from the beginning
-    return function(qmodel, data, **given, **{key: of_the_run[key] for key in of_the_run if key in taken})
+def apply_algorithms(
+    qmodel: QuantModel,
+    data: Iterable[Any],
+    *,
+    memory_budget: int = 1024 * MIB,
+    resume: str | os.PathLike[str] | None = None,
+) -> list[tuple[str, Any]]:
+    """Run the `ALGORITHMS` of the config on a calibrated model, in place; returns each one's name and result.
+
+    `data`: batches as for calibration. Every algorithm reads them from the start, so it must be a list or a DataLoader,
+    not an iterator. `memory_budget`: bytes of activations in memory. `resume`: a folder that keeps finished work; a
+    run that was killed continues from there.
+
+    >>> apply_algorithms(qmodel, batches)  # doctest: +SKIP
+    [('gptq', {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...})]
+    """
+    if qmodel.config.ALGORITHMS:  # without any, a generator will do
+        require_repeatable(data, f"ALGORITHMS ({', '.join(step.name for step in qmodel.config.ALGORITHMS)})")
+    results = []
+    for number, step in enumerate(qmodel.config.ALGORITHMS):
+        log.info("%s", step.name)
+        function: Any = ALGORITHMS.get(step.name)
+        folder = None if resume is None else Path(resume) / f"{number}-{step.name}"
+        of_the_run, taken = {"memory_budget": memory_budget, "resume": folder}, inspect.signature(function).parameters
+        options = {key.lower(): value for key, value in step.options}
+        options |= {key: value for key, value in of_the_run.items() if key in taken}  # quick ones cannot be resumed
+        results.append((step.name, function(qmodel, data, **options)))
+    return results
 
 
 def options_of_keywords(name: str, function: Callable[..., Any]) -> type[Section]:
     """A section with a key for each keyword-only argument of the function; its docstring explains them."""
     keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    hints, told = get_type_hints(function, include_extras=True), _explained(inspect.getdoc(function) or "")
+    hints, texts = get_type_hints(function, include_extras=True), _explained(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
-    for keyword in keywords:
-        if keyword.name in _OF_THE_RUN:
-            continue
+    for keyword in (p for p in keywords if p.name not in _OF_THE_RUN):
         if keyword.default is keyword.empty or keyword.name not in hints:
-            raise ConfigError(
-                f"algorithm {name!r}: the keyword {keyword.name!r} needs a type and a default, to be an option"
-            )
-        description = told.get(keyword.name)
-        fields[keyword.name.upper()] = (hints[keyword.name], Field(keyword.default, description=description))
+            raise ConfigError(f"algorithm {name!r}: the keyword {keyword.name!r} needs a type and a default")
+        field = Field(keyword.default, description=texts.get(keyword.name))
+        fields[keyword.name.upper()] = (hints[keyword.name], field)
     return create_model(f"{name.title()}Options", __base__=Section, __module__=function.__module__, **fields)
 
 
@@ -96,8 +114,8 @@ def _check_call(function: Callable[..., Any], options: type[Section], given: Map
     """Raise for keywords of a call that the options do not allow; unknown ones are left to Python."""
     values = {key.upper(): value for key, value in given.items() if key.upper() in options.model_fields}
     if faults := all_faults(values, options):
-        told = (f"{'.'.join(fault.key).lower()}{fault.given}: {fault.reason}" for fault in faults)
-        raise ConfigError(f"{function.__name__}(): {'; '.join(told)}")
+        shown = (f"{'.'.join(fault.key).lower()}{fault.given}: {fault.reason}" for fault in faults)
+        raise ConfigError(f"{function.__name__}(): {'; '.join(shown)}")
 
 
 _MENTION = re.compile(r"(?:^|(?<=\s))`(\w+)`:\s")

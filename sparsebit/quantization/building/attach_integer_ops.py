@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.nodes.value_kinds import static_values
 from sparsebit.graph.ops.op_table import bias_argument, input_argument, row_of
 from sparsebit.graph.region import Region
@@ -32,16 +34,14 @@ from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithm
 from sparsebit.quantization.planning.sites import split_site
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
+_Layer = WeightedQuantOpr | FunctionalWeightedQuantOpr
 _LAYERS = frozenset({"conv", "linear", "addmm"})
 _BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding if the grid contains their bounds
 
 
 def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
-    """Must be called after quantizers are attached; in place; does nothing if the runtime adds biases in float.
-
-    Parts attached by an earlier call are removed first, because quantizers may have been replaced since.
-    """
+    """Attach the runtime's arithmetic after quantizers were attached or replaced; earlier parts are removed first."""
     if profile.bias != "int32":
         return
     seen_biases = _detach(captured)
@@ -52,15 +52,11 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
         for node in list(region.graph_module.graph.nodes):
             layer = _module(node, region)
             if isinstance(layer, WeightedQuantOpr):
-                source = _input_quantizer(node, layer, region)
-                front = _module(_input_of(node, layer), region)
-                calls.setdefault(layer, []).append(_Call(source, _output_quantizer(node, region), front))
+                calls.setdefault(layer, []).append(_call_of(node, layer, region))
             elif isinstance(layer, FunctionalWeightedQuantOpr):
-                source = _input_quantizer(node, layer, region)
-                if source is not None and _fits(layer, source) and _adds_plainly(node, layer, constants):
-                    output = _output_quantizer(node, region) if is_exact else None
+                if _adds_plainly(node, layer, constants):
                     has_bias = bias_argument(layer.row, node.args, node.kwargs) is not None
-                    _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
+                    _attach(layer, [_call_of(node, layer, region)], has_bias=has_bias, is_exact=is_exact)
             elif isinstance(layer, GatedQuantOpr) and is_exact:
                 _attach_product(node, layer, region)
             elif is_exact:
@@ -71,7 +67,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             source = loose.module.input_quantizer
             calls.setdefault(loose.module, []).append(_Call(None if source.fake_fused else source))
     for layer, those in calls.items():
-        _attach_calls(layer, those, is_exact=is_exact)
+        _attach(layer, those, has_bias=layer.stored_bias() is not None, is_exact=is_exact)
     for functional, bias in seen_biases.items():
         if functional.bias_rounding is not None:
             functional.bias_rounding.seen = bias
@@ -80,7 +76,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
 def make_room_for_biases(model: nn.Module) -> None:
     """Raise scales of weights if a layer's bias would otherwise not fit into int32."""
     for layer in model.modules():
-        if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+        if isinstance(layer, _Layer):
             bias = layer.stored_bias()
             for rounding, _ in layer.arithmetics:
                 if bias is not None and rounding is not None:
@@ -98,12 +94,12 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
                 region.graph_module.delete_submodule(str(node.target))
                 node.op = "call_method" if isinstance(module.op, str) else "call_function"
                 node.target = module.op
-            elif isinstance(module, nn.Module):
+            elif module is not None:
                 layers.append(module)
     for layer in layers:
         if isinstance(layer, FunctionalWeightedQuantOpr) and (bias := layer.stored_bias()) is not None:
             seen[layer] = bias
-        if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+        if isinstance(layer, _Layer):
             layer.bias_rounding = layer.integer = layer.per_call = None
         elif isinstance(layer, GatedQuantOpr):
             layer.product = layer.hard_gate = None
@@ -112,8 +108,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
     return seen
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The quantizers of a call's input and output; `front`: the module that produces the input."""
 
     source: Quantizer | None
@@ -121,59 +116,45 @@ class _Call:
     front: object = None
 
 
-def _attach_calls(layer: WeightedQuantOpr, calls: list[_Call], *, is_exact: bool) -> None:
+def _call_of(node: fx.Node, layer: QuantOpr, region: Region) -> _Call:
+    front = _module(_input_of(node, layer), region)
+    return _Call(_input_quantizer(node, layer, region), _output_quantizer(node, region), front)
+
+
+def _attach(layer: _Layer, calls: Sequence[_Call], *, has_bias: bool, is_exact: bool) -> None:
     """Attach integer arithmetic to all calls; to none if one of them has a float input."""
     outputs: dict[Quantizer, Quantizer | None] = {}
     for call in calls:
         if call.source is None or not _fits(layer, call.source):
             return
         outputs[call.source] = call.output if outputs.get(call.source, call.output) is call.output else None
-    has_bias = layer.stored_bias() is not None
-    if len(outputs) == 1:
-        source, output = next(iter(outputs.items()))
-        _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
-        return
-    for call in calls:
-        if isinstance(call.front, (QIdentity, QShared)):
-            call.front.notes_grid = True
-    made = [_arithmetic(layer, *pair, has_bias=has_bias, is_exact=is_exact) for pair in outputs.items()]
-    layer.per_call = CallArithmetics([CallArithmetic(source, *one) for source, one in zip(outputs, made, strict=True)])
+    weight, name = layer.weight_quantizer, f"{split_site(layer.weight_quantizer.name)[0]}.bias"
+    made = {
+        source: (
+            BiasRounding(name, source, weight) if has_bias else None,
+            IntegerLayer(source, weight, output) if is_exact else None,
+        )
+        for source, output in outputs.items()
+    }
+    if len(made) == 1:
+        ((layer.bias_rounding, layer.integer),) = made.values()
+    else:
+        for call in calls:
+            if isinstance(call.front, (QIdentity, QShared)):
+                call.front.notes_grid = True
+        layer.per_call = CallArithmetics([CallArithmetic(source, *one) for source, one in made.items()])
     layer.train(layer.training)
-
-
-def _attach(
-    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
-    source: Quantizer,
-    output: Quantizer | None,
-    *,
-    has_bias: bool,
-    is_exact: bool,
-) -> None:
-    layer.bias_rounding, layer.integer = _arithmetic(layer, source, output, has_bias=has_bias, is_exact=is_exact)
-    layer.train(layer.training)
-
-
-def _arithmetic(
-    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
-    source: Quantizer,
-    output: Quantizer | None,
-    *,
-    has_bias: bool,
-    is_exact: bool,
-) -> tuple[BiasRounding | None, IntegerLayer | None]:
-    name, _ = split_site(layer.weight_quantizer.name)
-    rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer) if has_bias else None
-    return rounding, IntegerLayer(source, layer.weight_quantizer, output) if is_exact else None
 
 
 def _constants(region: Region) -> set[fx.Node]:
     """Values that the file can hold as constants: made of parameters alone, without a quantizer in between."""
-    static, found = static_values(region.graph_module.graph), set()
-    for node in region.graph_module.graph.nodes:
-        if node in static and all(source in found for source in node.all_input_nodes):
-            module = _module(node, region)
-            if not isinstance(module, nn.Module) or not any(isinstance(part, Quantizer) for part in module.modules()):
-                found.add(node)
+    static = static_values(region.graph_module.graph)
+    found: set[fx.Node] = set()
+    for node in (node for node in region.graph_module.graph.nodes if node in static):
+        module = _module(node, region)
+        has_quantizer = module is not None and any(isinstance(part, Quantizer) for part in module.modules())
+        if not has_quantizer and found.issuperset(node.all_input_nodes):
+            found.add(node)
     return found
 
 
@@ -193,16 +174,13 @@ def _attach_binary(node: fx.Node, region: Region) -> None:
     """Handle `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
     root = region.graph_module
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
-    if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs:
+    if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs or hasattr(root, node.name):
         return
-    left, right = (_quantizer_of(source, region) for source in node.args)
-    output = _output_quantizer(node, region)
-    if left is None or right is None or output is None or hasattr(root, node.name):
-        return
-    if any(q.spec.granularity.kind != "tensor" or q.spec.bits != 8 for q in (left, right, output)):
-        return
-    root.add_submodule(node.name, _BINARY[row.name](node.target, left, right, output).train(root.training))
-    node.op, node.target = "call_module", node.name
+    found = (*(_quantizer_of(source, region) for source in node.args), _output_quantizer(node, region))
+    quantizers = [q for q in found if q is not None and q.spec.granularity.kind == "tensor" and q.spec.bits == 8]
+    if len(quantizers) == len(found):
+        root.add_submodule(node.name, _BINARY[row.name](node.target, *quantizers).train(root.training))
+        node.op, node.target = "call_module", node.name
 
 
 def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None:
@@ -213,10 +191,8 @@ def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None
         layer.hard_gate = IntegerHardSigmoid(source, layer.gate_quantizer).train(layer.training)
 
 
-def _module(node: object, region: Region) -> object:
-    if not isinstance(node, fx.Node) or node.op != "call_module":
-        return None
-    return region.graph_module.get_submodule(str(node.target))
+def _module(node: object, region: Region) -> nn.Module | None:
+    return module_of(node, region.graph_module) if isinstance(node, fx.Node) else None
 
 
 def _quantizer_of(source: object, region: Region) -> Quantizer | None:
@@ -241,17 +217,14 @@ def _input_of(node: fx.Node, layer: QuantOpr) -> object:
 def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
     """The quantizer after the op, with at most clipping in between."""
     while len(node.users) == 1:
-        node = next(iter(node.users))
-        found = _quantizer_of(node, region)
-        if found is not None:
+        (node,) = node.users
+        row, found = row_of(node, region.graph_module), _quantizer_of(node, region)
+        if found is not None or row is None or row.name not in _CLIPS:
             return found
-        row = row_of(node, region.graph_module)
-        if row is None or row.name not in _CLIPS:
-            return None
     return None
 
 
-def _fits(layer: WeightedQuantOpr | FunctionalWeightedQuantOpr, quantizer: Quantizer) -> bool:
+def _fits(layer: _Layer, quantizer: Quantizer) -> bool:
     """One scale for the input, at most one per output channel for the weight, both of 8 bits or fewer."""
     weight, activation = layer.weight_quantizer.spec, quantizer.spec
     return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -42,18 +43,16 @@ _INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
 
 @dataclass
 class _Candidate:
-    """A parameter without a quantizer. `axis`: the one that products sum over; `channel_axis`: of a convolution's
-    kernel; `reads`: where graphs read it.
-    """
+    """A parameter without a quantizer."""
 
     path: str
     name: str
     owner: nn.Module
     parameter: Tensor
-    axis: int | None = None
-    channel_axis: int | None = None
+    axis: int | None = None  # the one that products sum over
+    channel_axis: int | None = None  # of a convolution's kernel
     is_watched: bool = False  # whether code reads it whose use only an example shows
-    reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)
+    reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)  # where graphs read it
 
     @property
     def site(self) -> str:
@@ -79,10 +78,7 @@ class _Notes:
 
 
 def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = None, given: Plan | None = None) -> Plan:
-    """Attach them to the captured model, in place; returns the plan with their sites, and why the others stay float.
-
-    `given`: a plan that decides what is quantized, and how.
-    """
+    """Attach them, in place; returns the plan with their sites. `given`: a plan that decides what is quantized."""
     config, notes = plan.config, _Notes(dict(plan.floats), given)
     candidates = _candidates(captured, notes, config)
     watched = {c.site: c.parameter for c in candidates if c.is_watched and c.axis is None}
@@ -95,27 +91,18 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = N
                 notes.note(candidate, TABLE)
     elif watched:
         _guess(candidates, captured, notes)
-    chosen: dict[int, dict[str, QuantizedParameter]] = {}
-    owners: dict[int, nn.Module] = {}
-    for candidate in candidates:
-        if not candidate.is_weight:
-            continue
-        quantized = _quantized(candidate, notes, config)
-        if quantized is None:
-            continue
-        owners[id(candidate.owner)] = candidate.owner
-        chosen.setdefault(id(candidate.owner), {})[candidate.name] = quantized
-        for root, node in candidate.reads:
-            _insert(root, node, quantized)
-    for key, owner in owners.items():
-        read_quantized(owner, chosen[key])
+    chosen: dict[nn.Module, dict[str, QuantizedParameter]] = {}
+    for candidate in (candidate for candidate in candidates if candidate.is_weight):
+        if (quantized := _quantized(candidate, notes, config)) is not None:
+            chosen.setdefault(candidate.owner, {})[candidate.name] = quantized
+            for root, node in candidate.reads:
+                _insert(root, node, quantized)
+    for owner, parameters in chosen.items():
+        read_quantized(owner, parameters)
     for region in captured.regions.values():
         region.graph_module.recompile()
     sites, layers = {**plan.sites, **notes.sites}, (*plan.layers, *notes.layers)
     return dataclasses.replace(plan, sites=sites, floats=notes.floats, layers=layers)
-
-
-# --- which parameters
 
 
 def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[_Candidate]:
@@ -148,7 +135,8 @@ def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[
         else:
             candidate.is_watched = row is None or row.kind is OpKind.FLOAT
         found[id(owned.parameter)] = candidate
-    return [c for c in found.values() if not _is_left_alone(c, policy)]
+    # The user's config may keep its module, or one around it, in float.
+    return [c for c in found.values() if not any(map(policy.is_skipped, accumulate(c.path.split("."), "{}.{}".format)))]
 
 
 def is_matrix(parameter: Tensor) -> bool:
@@ -156,41 +144,30 @@ def is_matrix(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
 
 
-def _is_left_alone(candidate: _Candidate, policy: LeafPolicy) -> bool:
-    """Whether the user's config keeps its module in float."""
-    parts = candidate.path.split(".")
-    above = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    return any(policy.is_skipped(path) for path in above)
-
-
 def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule) -> None:
     """Follow the parameter through ops that move values to a product; its operand, on the meta device, has its axes."""
-    meta = torch.empty_strided(
-        candidate.parameter.shape, candidate.parameter.stride(), dtype=candidate.parameter.dtype, device="meta"
-    )
+    own = candidate.parameter
+    meta = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
     todo: list[tuple[fx.Node, Any]] = [(node, meta)]
     while todo:
         source, value = todo.pop()
         for user in source.users:
             row = row_of(user, root)
-            if row is not None and row.name in PRODUCTS:
-                axis = _operand_axis(user, source, PRODUCTS[row.name])
+            if row is not None and (row.name in PRODUCTS or row.name == "einsum"):
+                axis = _summed_axis(user, source, row.name)
                 found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
                 candidate.axis = found if candidate.axis is None else candidate.axis
                 candidate.is_watched |= found is None
             elif row is not None and row.kind is OpKind.TRANSPARENT:
-                todo.append((user, _moved(user, source, value)))
-            elif row is not None and row.name == "einsum":
-                axis = _summed_by_einsum(user, source)
-                found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
-                candidate.axis = found if candidate.axis is None else candidate.axis
-                candidate.is_watched |= found is None
+                todo.append((user, _moved(user, value)))
             elif row is None and user.op != "output":
                 candidate.is_watched = True
 
 
-def _summed_by_einsum(user: fx.Node, source: fx.Node) -> int | None:
-    """The operand's axis, counted from its end, that the equation sums over; None if that is not one axis."""
+def _summed_axis(user: fx.Node, source: fx.Node, name: str) -> int | None:
+    """The operand's axis, counted from its end, that the product sums over; None if that is not one axis."""
+    if name in PRODUCTS:
+        return next((axis for axis, operand in zip(PRODUCTS[name], user.args, strict=False) if operand is source), None)
     equation, *operands = user.args
     if not isinstance(equation, str) or "." in equation or "->" not in equation or operands.count(source) != 1:
         return None
@@ -200,11 +177,7 @@ def _summed_by_einsum(user: fx.Node, source: fx.Node) -> int | None:
     return summed[0] - len(letters) if len(summed) == 1 else None
 
 
-def _operand_axis(user: fx.Node, source: fx.Node, axes: tuple[int | None, ...]) -> int | None:
-    return next((axis for axis, operand in zip(axes, user.args, strict=False) if operand is source), None)
-
-
-def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
+def _moved(user: fx.Node, value: Any) -> Any:
     """The op's result for the operand on the meta device; None if it depends on other values of the graph."""
     if len(user.all_input_nodes) != 1 or not isinstance(value, Tensor):
         return None
@@ -218,9 +191,7 @@ def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
 
 
 def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> None:
-    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` if the module has
-    `is_transposed`.
-    """
+    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` if `is_transposed`."""
     total = sum(owned.parameter.numel() for owned in owned_parameters(captured.model))
     sizes: Counter[tuple[type[nn.Module], str]] = Counter()
     for candidate in candidates:
@@ -235,39 +206,30 @@ def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> N
             notes.note(candidate, UNEXPLAINED)
 
 
-# --- how
-
-
 def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> QuantizedParameter | None:
     name = candidate.site
     notes.layers += [name, candidate.path]
+    wanted = config.resolve("W", name)
+    if wanted == config.resolve("W", ""):  # no glob matches the parameter's name: that of its module counts
+        wanted = config.resolve("W", candidate.path)
     if config.BACKEND in _INTEGER_LAYERS_ONLY:
         notes.floats[name] = f"{config.BACKEND} takes quantized weights in its integer layers only"
-        return None
-    wanted = _config_of(candidate, config)
-    if wanted.QUANTIZER.DISABLE:
+    elif wanted.QUANTIZER.DISABLE:
         notes.floats[name] = SWITCHED_OFF[0]
-        return None
-    if notes.given is not None and name not in notes.given:
+    elif notes.given is not None and name not in notes.given:
         notes.floats[name] = LEFT_OUT
-        return None
-    try:
-        site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
-        site = site if notes.given is None else notes.given[name]
-        # The runtime reads it as float numbers, so any format works.
-        num_scales = num_rows(candidate.parameter.shape, site.spec.granularity)
-        quantizer = quantizer_of(site, "virtual", num_scales)
-    except SpecError as error:
-        notes.floats[name] = str(error)
-        return None
-    notes.sites[name] = site
-    return QuantizedParameter(candidate.owner, candidate.name, candidate.path, quantizer)
-
-
-def _config_of(candidate: _Candidate, config: QuantConfig) -> WeightConfig:
-    """The config for the parameter's name; if no glob matches that, for its module's."""
-    found = config.resolve("W", candidate.site)
-    return found if found != config.resolve("W", "") else config.resolve("W", candidate.path)
+    else:
+        try:
+            site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
+            site = site if notes.given is None else notes.given[name]
+            # The runtime reads it as float numbers, so any format works.
+            quantizer = quantizer_of(site, "virtual", num_rows(candidate.parameter.shape, site.spec.granularity))
+        except SpecError as error:
+            notes.floats[name] = str(error)
+        else:
+            notes.sites[name] = site
+            return QuantizedParameter(candidate.owner, candidate.name, candidate.path, quantizer)
+    return None
 
 
 def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:

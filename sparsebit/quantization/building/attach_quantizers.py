@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.nodes.graph_module import CapturedGraph
+from sparsebit.graph.nodes.graph_module import CapturedGraph, module_of
 from sparsebit.graph.nodes.hidden_writes import code_may_write
 from sparsebit.graph.nodes.value_kinds import copied
 from sparsebit.graph.ops.op_rows import OpKind
@@ -38,33 +38,27 @@ from sparsebit.quantization.quantizers.registration import build_quantizer
 def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> None:
     """Insert every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
     maker = _Maker(plan)
-    writes_outside = code_may_write(captured.model) or any(
-        _writes_behind_code(region.graph_module) for region in captured.regions.values()
-    )
-    for path, region in captured.regions.items():
-        placed = placement.regions[path]
-        _RegionAttacher(path, region, placed, maker, writes_outside=bool(path) and writes_outside).attach()
+    regions = captured.regions
+    writes = code_may_write(captured.model) or any(_writes_behind_code(r.graph_module) for r in regions.values())
+    for path, region in regions.items():
+        _RegionAttacher(path, region, placement.regions[path], maker, writes_outside=bool(path) and writes).attach()
     for path, loose in captured.loose.items():
         planned = placement.loose.get(path)
         if planned is not None:
             wrapped = maker.wrap(loose.module, planned)
             wrapped.input_quantizer.feeds_softmax |= planned.row.name in SOFTMAX
             loose.parent._modules[loose.name] = wrapped
-            if writes_outside:
+            if writes:
                 read_copies(wrapped.input_quantizer)
 
 
 def _writes_behind_code(root: CapturedGraph) -> bool:
     """Whether a graph writes into a value that it passed to a module with its own code."""
-    calls = [
-        node
-        for node in root.graph.find_nodes(op="call_module")
-        if next(root.get_submodule(str(node.target)).children(), None) is not None
-    ]
+    nodes = root.graph.find_nodes(op="call_module")
+    calls = [node for node in nodes if any(True for _ in root.get_submodule(str(node.target)).children())]
     writes = Writes(root) if calls else None
-    return writes is not None and any(
-        writes.any_behind(node, source) for node in calls for source in node.all_input_nodes
-    )
+    reads = ((node, source) for node in calls for source in node.all_input_nodes)
+    return writes is not None and any(writes.any_behind(node, source) for node, source in reads)
 
 
 class _RegionAttacher:
@@ -96,7 +90,7 @@ class _RegionAttacher:
         for op in self.placement.ops:
             self._wrap(op)
         for node, others in self.served.items():
-            module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            module = module_of(node, self.root)
             if isinstance(module, QuantOpr) and module.input_quantizer.fake_fused:
                 module.input_quantizer.replaced_by.update(others)
         self.root.graph.lint()
@@ -114,9 +108,10 @@ class _RegionAttacher:
 
     def _stand_alone(self, tensor: AloneAt) -> None:
         before = self.quantized_outputs.get(tensor.source, tensor.source)
-        readers = (
-            [r for r in before.users if not self._divides_by(before, r)] if tensor.is_output else list(tensor.readers)
-        )
+        readers = list(tensor.readers)
+        if tensor.is_output:  # all readers but those that must not get zeros which come from rounding
+            divides = self.divisor_makers
+            readers = [r for r in before.users if r not in divides and before not in reads_as_divisor(r)]
         name = self._module_name(tensor.site)
         quantizer = self.maker.activation(tensor.site)
         quantizer.feeds_softmax = not self.before_softmax.isdisjoint(tensor.readers)
@@ -135,10 +130,6 @@ class _RegionAttacher:
         if tensor.is_output:
             self.quantized_outputs[tensor.source] = node
 
-    def _divides_by(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether the reader must not get zeros that come from rounding."""
-        return reader in self.divisor_makers or source in reads_as_divisor(reader)
-
     def _copy_for(self, node: fx.Node, source: fx.Node) -> None:
         """Let a quantizer read a copy of memory that is written later: the backward needs the values that it read."""
         with self.root.graph.inserting_before(node):
@@ -148,18 +139,15 @@ class _RegionAttacher:
     def _wrap(self, op: InsideOf) -> None:
         node = op.node
         assert node is not None
-        if node.op == "call_module" and (op.gate is None or self.calls[node.target] == 1):
-            module = self.root.get_submodule(str(node.target))
-            wrapped = self.maker.wrap(module, op)
-            wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
+        module = module_of(node, self.root)
+        wrapped = self.maker.wrap(node.target if module is None else module, op)
+        wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
+        if module is not None and (op.gate is None or self.calls[node.target] == 1):
             for parent, key in self.homes.pop(id(module), ()):
                 parent._modules[key] = wrapped
-            return
-        function: Any = self.root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        wrapped = self.maker.wrap(function, op)
-        wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
-        node.op, node.target = "call_module", self._free_name(node.name)
-        self.root.add_submodule(str(node.target), wrapped)
+        else:
+            node.op, node.target = "call_module", self._free_name(node.name)
+            self.root.add_submodule(str(node.target), wrapped)
 
     def _module_name(self, site: str) -> str:
         return self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
@@ -183,25 +171,23 @@ class _Maker:
     def wrap(self, op: Any, at: InsideOf) -> QuantOpr:
         if isinstance(op, QuantOpr):
             return op
-        if isinstance(op, nn.Module) and id(op) in self.wrapped:
+        is_module, is_weighted = isinstance(op, nn.Module), at.row.kind is OpKind.WEIGHTED
+        if is_module and id(op) in self.wrapped:
             return self.wrapped[id(op)][1]
-        input_quantizer = self.activation(at.input) if at.input in self.plan else _off(f"{at.layer}.input", ACTIVATION)
+        input_quantizer = self.activation(at.input, f"{at.layer}.input")
         if at.gate is not None:
-            gate = self.activation(at.gate) if at.gate in self.plan else _off(f"{at.layer}.gate", ACTIVATION)
-            return GatedQuantOpr(op, at.row, input_quantizer, gate)
-        weight_quantizer = self._weight(op, at) if at.row.kind is OpKind.WEIGHTED else None
-        kind: type[Any] = at.row.implementation or QuantOpr
-        if at.row.implementation is None and at.row.kind is OpKind.WEIGHTED:
-            kind = WeightedQuantOpr if isinstance(op, nn.Module) else FunctionalWeightedQuantOpr
-        wrapped: QuantOpr = kind.new(op, at.row, input_quantizer, weight_quantizer)
-        if isinstance(op, nn.Module):
+            return GatedQuantOpr(op, at.row, input_quantizer, self.activation(at.gate, f"{at.layer}.gate"))
+        plain = (WeightedQuantOpr if is_module else FunctionalWeightedQuantOpr) if is_weighted else QuantOpr
+        kind: type[Any] = at.row.implementation or plain
+        wrapped: QuantOpr = kind.new(op, at.row, input_quantizer, self._weight(op, at) if is_weighted else None)
+        if is_module:
             wrapped.train(op.training)
             self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own
         return wrapped
 
-    def activation(self, site: str | None) -> Quantizer:
-        assert site is not None
-        return self._build(self.plan[site], 1)
+    def activation(self, site: str | None, name: str = "") -> Quantizer:
+        """The site's quantizer; without a site in the plan, one called `name` that is off."""
+        return self._build(self.plan[site], 1) if site in self.plan and site is not None else _off(name, ACTIVATION)
 
     def _weight(self, op: Any, at: InsideOf) -> Quantizer:
         if at.weight is None or at.weight not in self.plan:
@@ -220,9 +206,7 @@ class _Maker:
 
 
 def quantizer_of(site: Site, backend: str, num_scales: int, observed_as: Target | None = None) -> Quantizer:
-    """A fresh quantizer for the site. `observed_as`: the role for its observer, if it differs from the tensor's
-    role.
-    """
+    """A fresh quantizer for the site. `observed_as`: the role for its observer, if it is not the tensor's own."""
     return build_quantizer(
         site.quantizer,
         site.spec,

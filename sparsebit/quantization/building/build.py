@@ -62,17 +62,12 @@ class Blueprint:
         require_device(config)
         require_values(model)
         original, policy = ordinary_model(uncompiled(model)), policy or leaf_policy(config)
-        has_fitted = saved_structure is not None
-        return cls(original, config, policy, plan, tuple(transforms), saved_structure, has_fitted)
+        return cls(original, config, policy, plan, tuple(transforms), saved_structure, saved_structure is not None)
 
 
 @dataclass
 class Built:
-    """The result of building. `structure`: written by `save`, and compared when the folder is loaded.
-
-    `example`: the call that it was captured with, tensors on the meta device. `folded_layers`, `inserted_factors`: what
-    batch-norm tuning and smoothing changed in the graphs since.
-    """
+    """The result of building. `example`: the call that it was captured with, tensors on the meta device."""
 
     captured: Captured
     structure: Structure
@@ -114,24 +109,21 @@ def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = No
 
 
 def _captured(blueprint: Blueprint, example: Call | None, form: CallForm | None) -> tuple[Captured, Structure]:
-    """The captured model, ready for a plan, and its structure. A module whose graph cannot be made ready runs its own
-    code.
-    """
-    config = blueprint.config
-    folds, schedule = folds_batchnorm(config), config.SCHEDULE
+    """The captured model, ready for a plan, and its structure; a module whose graph is not runs its own code."""
+    folds, schedule = folds_batchnorm(blueprint.config), blueprint.config.SCHEDULE
+    merges, scales = folds and schedule.MERGE_BRANCHES, folds and schedule.FOLD_SCALES
     while True:
         captured = capture(blueprint.original, blueprint.policy, example=example, form=form)
         source = captured.model.source if isinstance(captured.model, Region) else captured.model
         structure = structure_of(captured, source)
-        reasons = prepare(
-            captured,
-            folds_batchnorm=folds,
-            merges_branches=folds and schedule.MERGE_BRANCHES,
-            folds_scales=folds and schedule.FOLD_SCALES,
-        )
+        reasons = prepare(captured, folds_batchnorm=folds, merges_branches=merges, folds_scales=scales)
         if not reasons:
             saved, blueprint.saved_structure = blueprint.saved_structure, None
-            _require_same_structure(blueprint.original, saved, structure)
+            if saved is not None and (found := difference(saved, structure)):
+                raise CheckpointError(
+                    f"the forward of the {type(blueprint.original).__name__} given differs from that of the model that "
+                    f"was saved; give the class that was saved, and its example_inputs:\n{found}"
+                )
             transform(captured, blueprint.transforms)
             return captured, structure
         for path, reason in reasons.items():
@@ -153,23 +145,12 @@ def folds_batchnorm(config: QuantConfig) -> bool:
 
 
 def _require_planned_sites(given: Plan, plan: Plan, blueprint: Blueprint) -> None:
-    missing = given.missing_in(plan)
-    if not missing:
-        return
+    missing, policy = given.missing_in(plan), blueprint.policy
     found = f"the plan has {len(missing)} sites that this model has not: {', '.join(missing[:5])}"
-    if not blueprint.policy.own_code and not blueprint.policy.untouched:
-        if blueprint.has_fitted:
-            return
+    if missing and (policy.own_code or policy.untouched):
+        warnings.warn(f"{found}: their modules run their own code", stacklevel=users_level())
+    elif missing and not blueprint.has_fitted:
         raise ConfigError(f"{found}; make the plan from this model: QuantModel(model, config).plan")
-    warnings.warn(f"{found}: their modules run their own code", stacklevel=users_level())
-
-
-def _require_same_structure(model: nn.Module, saved: Structure | None, structure: Structure) -> None:
-    if saved is not None and (found := difference(saved, structure)):
-        raise CheckpointError(
-            f"the forward of the {type(model).__name__} given differs from that of the model that was "
-            f"saved; give the class that was saved, and the example_inputs that it was built with:\n{found}"
-        )
 
 
 def _warn_of_unmatched_globs(model: nn.Module, config: QuantConfig, plan: Plan) -> None:

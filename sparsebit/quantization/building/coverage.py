@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from sparsebit.quantization.planning.sites import Plan, split_site
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
 
+_STAYS = ": its activations stay float"
+_UNSEEN = " never saw a float tensor during calibration"
+
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
     """The current coverage of the model (quantizers that are switched off for good do not count)."""
@@ -31,44 +34,26 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
             if not quantizer.fake_fused:
                 _add_site(layers, module, quantizer)
             elif quantizer.was_unseen:
-                layer, _ = split_site(quantizer.name)
-                never = f"{quantizer.name} never saw a float tensor during calibration"
-                why = quantizer.float_reason
-                unseen.setdefault(layer, f"{quantizer.name}: {why}" if why else never)
+                why = f": {quantizer.float_reason}" if quantizer.float_reason else _UNSEEN
+                unseen.setdefault(split_site(quantizer.name)[0], f"{quantizer.name}{why}")
         if isinstance(module, QuantizedParameter) and not module.weight_quantizer.fake_fused:
             own_code[type(module.owner).__name__] += 1
-    parameters = _parameters(model, {**unseen, **plan.floats})
-    names = {parameter.name for parameter in parameters}
-    floats = {
-        name: reason
-        for name, reason in {**unseen, **plan.floats}.items()
-        if name not in layers and name not in names  # parameters are reported by their share
-    }
-    weighted = _weighted(model)
+    reasons, quantizers, weighted = {**unseen, **plan.floats}, quantizers_of_parameters(model), _weighted(model)
+    parameters = tuple(_record(one, quantizers.get(id(one.parameter)), reasons) for one in owned_parameters(model))
+    reported = layers.keys() | {parameter.name for parameter in parameters}  # parameters are reported by their share
+    opaque = (
+        OpaqueModule(path, failure.module_type, failure.reason, failure.line, _below(path, layers))
+        for path, failure in captured.untraced.items()
+        if row_of_name(failure.module_type) is None  # otherwise it is a known op that is written in Python
+    )
     return Coverage(
         tuple(layers.values()),
-        tuple(FloatLayer(name, reason) for name, reason in floats.items()),
-        tuple(
-            OpaqueModule(path, failure.module_type, failure.reason, failure.line, _below(path, layers))
-            for path, failure in captured.untraced.items()
-            if row_of_name(failure.module_type) is None  # otherwise it is a known op that is written in Python
-        ),
+        tuple(FloatLayer(name, reason) for name, reason in reasons.items() if name not in reported),
+        tuple(opaque),
         (
-            *(
-                f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
-                for path, line in captured.eval_branches.items()
-            ),
-            *(
-                f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
-                "backward may read what was written, the copy's reads what its layers have read"
-                for path in captured.hidden_writes
-            ),
-            *([_uncalled_note(captured.uncalled)] if captured.uncalled else []),
+            *_notes_of(captured),
             *(reason for name, reason in unseen.items() if name in layers),
-            *(
-                f"{kind} reads {count} quantized weights in its own code: its activations stay float"
-                for kind, count in own_code.items()
-            ),
+            *(f"{kind} reads {n} quantized weights in its own code{_STAYS}" for kind, n in own_code.items()),
             *plan.warnings,
         ),
         num_weighted=len(weighted),
@@ -77,12 +62,20 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
     )
 
 
-def _uncalled_note(layers: Sequence[str]) -> str:
-    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-    return (
-        f"the captured path does not call {', '.join(layers[:3])}{more}: calls that do run the model's own code, where "
-        "layers are quantized but functions and operators are not"
-    )
+def _notes_of(captured: Captured) -> Iterator[str]:
+    for path, line in captured.eval_branches.items():
+        yield f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
+    for path in captured.hidden_writes:
+        yield (
+            f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
+            "backward may read what was written, the copy's reads what its layers have read"
+        )
+    if layers := captured.uncalled:
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        yield (
+            f"the captured path does not call {', '.join(layers[:3])}{more}: calls that do run the model's own code, "
+            "where layers are quantized but functions and operators are not"
+        )
 
 
 def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Quantizer) -> None:
@@ -116,11 +109,6 @@ def _weighted(model: nn.Module) -> list[bool]:
     return [*found, *owners.values()]
 
 
-def _parameters(model: nn.Module, floats: dict[str, str]) -> tuple[ParameterRecord, ...]:
-    quantizers = quantizers_of_parameters(model)
-    return tuple(_record(owned, quantizers.get(id(owned.parameter)), floats) for owned in owned_parameters(model))
-
-
 def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> ParameterRecord:
     parameter = owned.parameter
     size, before = parameter.numel(), parameter.numel() * parameter.element_size()
@@ -145,12 +133,8 @@ def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[
                 return floats[path]
             path = path.rpartition(".")[0]
     if quantizer is not None:
-        return (
-            f"{quantizer.name} never saw a float tensor during calibration" if quantizer.was_unseen else SWITCHED_OFF[0]
-        )
-    if owned.parameter.is_complex():
-        return COMPLEX
-    return TABLE if is_matrix else VECTOR
+        return f"{quantizer.name}{_UNSEEN}" if quantizer.was_unseen else SWITCHED_OFF[0]
+    return COMPLEX if owned.parameter.is_complex() else TABLE if is_matrix else VECTOR
 
 
 def _below(path: str, layers: dict[str, QuantizedLayer]) -> tuple[str, ...]:

@@ -1,15 +1,11 @@
-"""`FloatParameters`: the float model's values of weights and biases that an algorithm has changed.
-
-Algorithms write the dequantized codes into the weights, but the next algorithm still needs the float model to compare
-with.
-"""
+"""`FloatParameters`: the float values of weights and biases that an algorithm has changed, for the next algorithm."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -20,8 +16,7 @@ from sparsebit.tensor_files import digest
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     value: Tensor  # of the float model, on the CPU
     changed_to: str  # the checksum of the algorithm's result
 
@@ -34,8 +29,7 @@ class FloatParameters:
 
     def get(self, path: str) -> Tensor | None:
         """The parameter's value in the float model; None if it is unchanged."""
-        kept = self._kept.get(path)
-        return None if kept is None else kept.value
+        return self._kept[path].value if path in self._kept else None
 
     def __copy__(self) -> FloatParameters:
         new = FloatParameters()
@@ -50,16 +44,15 @@ class FloatParameters:
 
     def drop_outdated(self, graph_module: fx.GraphModule) -> None:
         """Forget parameters that something else changed since: training, a loaded state, a folded norm."""
+        self.changed(graph_module)
+
+    def changed(self, graph_module: fx.GraphModule) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that algorithms have changed, each with its value in the float model; others are forgotten."""
         now = dict(graph_module.named_parameters(remove_duplicate=False))
         for path, kept in list(self._kept.items()):
             if path not in now or _digest(now[path]) != kept.changed_to:
                 log.debug("%s was changed since an algorithm did: it counts as a weight of the float model", path)
                 del self._kept[path]
-
-    def changed(self, graph_module: fx.GraphModule) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that algorithms have changed, each with its value in the float model."""
-        self.drop_outdated(graph_module)
-        now = dict(graph_module.named_parameters(remove_duplicate=False))
         return [(now[path], kept.value) for path, kept in self._kept.items()]
 
     def clear(self) -> None:
@@ -69,15 +62,14 @@ class FloatParameters:
     @contextlib.contextmanager
     def keeping(self, block: Block) -> Iterator[None]:
         """Inside, parameters of the block may be changed; their values before the first change are kept."""
-        before = {path: registry[name] for path, registry, name in _places(block)}
-        copies = {path: t.detach().cpu().clone() for path, t in before.items() if t is not None}
+        places = ((path, registry[name]) for path, registry, name in _places(block))
+        copies = {path: value.detach().cpu().clone() for path, value in places if value is not None}
         yield
         for path, registry, name in _places(block):
             value, copy = registry[name], copies.get(path)
-            if value is None or copy is None or value.detach().cpu().equal(copy):
-                continue
-            kept = self._kept.get(path)
-            self._kept[path] = _Kept(copy if kept is None else kept.value, _digest(value))
+            if value is not None and copy is not None and not value.detach().cpu().equal(copy):
+                original = self.get(path)
+                self._kept[path] = _Kept(copy if original is None else original, _digest(value))
 
     @contextlib.contextmanager
     def original(self, block: Block) -> Iterator[None]:

@@ -46,9 +46,7 @@ class InsertedFactor:
         try:
             return cls(record["name"], record["source"], tuple(record["readers"]), tuple(record["shape"]))
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"a record of an inserted factor is damaged ({error!r}); save the model again"
-            ) from None
+            raise CheckpointError(f"a record of an inserted factor is damaged ({error!r}); save it again") from None
 
 
 def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
@@ -57,10 +55,8 @@ def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
         nodes = {node.name: node for node in root.graph.nodes}
         missing = [name for name in (record.source, *record.readers) if name not in nodes]
         if missing:
-            raise CheckpointError(
-                f"the factor {record.name} was between nodes that this graph has not: {', '.join(missing)}; the model "
-                "was saved from another architecture"
-            )
+            names = ", ".join(missing)
+            raise CheckpointError(f"the factor {record.name} was between nodes that this graph has not: {names}")
         source, readers = nodes[record.source], [nodes[name] for name in record.readers]
         first = next(node for node in root.graph.nodes if node in readers)
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
@@ -75,7 +71,7 @@ def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
 def remove(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
     """Remove the multiplications from the graph, in place."""
     for record in factors:
-        for node in [node for node in root.graph.find_nodes(op="call_module") if node.target == record.name]:
+        for node in root.graph.find_nodes(op="call_module", target=record.name):
             node.replace_all_uses_with(node.all_input_nodes[0])
             root.graph.erase_node(node)
         root.delete_submodule(record.name)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.nodes.value_kinds import static_values
 from sparsebit.graph.ops.op_table import weight_argument
 from sparsebit.graph.region import Region
@@ -91,7 +92,7 @@ def _weights_of(layer: WeightedQuantOpr) -> list[nn.Parameter]:
 def _reads(root: fx.GraphModule) -> Iterator[tuple[fx.Node, Quantizer]]:
     """The node before each quantizer of the graph."""
     for node in root.graph.nodes:
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = module_of(node, root)
         if isinstance(module, FunctionalWeightedQuantOpr):
             place = weight_argument(module.row, node.args, node.kwargs)
             source = node.kwargs.get(place) if isinstance(place, str) else node.args[place or 0]
@@ -103,15 +104,8 @@ def _reads(root: fx.GraphModule) -> Iterator[tuple[fx.Node, Quantizer]]:
 
 def _parameters_behind(node: fx.Node, root: fx.GraphModule) -> list[Tensor]:
     """The parameters that a value is computed from, if it does not depend on any input."""
-    found: list[Tensor] = []
-    todo, seen = [node], {node}
-    while todo:
-        current = todo.pop()
-        if current.op == "get_attr":
-            value = attrgetter(str(current.target))(root)
-            if isinstance(value, nn.Parameter):
-                found.append(value)
-        sources = [source for source in current.all_input_nodes if source not in seen]
-        seen.update(sources)
-        todo += sources
-    return found
+    behind = [node]
+    for current in behind:  # which grows meanwhile
+        behind += [source for source in current.all_input_nodes if source not in behind]
+    values = (attrgetter(str(current.target))(root) for current in behind if current.op == "get_attr")
+    return [value for value in values if isinstance(value, nn.Parameter)]

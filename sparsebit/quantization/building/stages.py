@@ -88,21 +88,18 @@ def attach(
 
 
 def _why_not_prepared(region: Region, passes: Sequence[Transform]) -> str:
+    """Run the native passes, in order, and the optional ones; returns why they fail, or an empty text."""
+    root = region.graph_module
     try:
-        _prepare(region, passes)
+        functionalize(root)
+        simplify(root)
+        lift_functional_norms(root, region.source)
+        lift_functional_layers(root)
+        for step in passes:
+            step(root)
     except Exception as error:
         report_own_fault(error)
         return f"its graph cannot be prepared: {type(error).__name__}: {error}"
-    return ""
-
-
-def _prepare(region: Region, passes: Sequence[Transform]) -> None:
-    """Run the native passes, in order, and the optional ones."""
-    functionalize(region.graph_module)
-    simplify(region.graph_module)
-    lift_functional_norms(region.graph_module, region.source)
-    lift_functional_layers(region.graph_module)
-    for step in passes:
-        step(region.graph_module)
-    for node in region.graph_module.graph.nodes:
+    for node in root.graph.nodes:
         node.meta.pop("example", None)  # fake tensors, which are not needed any more
+    return ""

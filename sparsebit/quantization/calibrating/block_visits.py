@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,16 +22,22 @@ from sparsebit.execution.blocks.runner import BlockRunner
 from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
-from sparsebit.execution.held_out import HoldOut, Split, split_samples
+from sparsebit.execution.held_out import HoldOut, split_samples
 from sparsebit.execution.image_views import has_images, view_of, with_views
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.region import Region
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
 from sparsebit.quantization.building.float_parameters import FloatParameters
-from sparsebit.quantization.calibrating.float_values import warn_if_lost
-from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched_on
+from sparsebit.quantization.calibrating.model_state import (
+    check_ready,
+    quantizers_of,
+    require_whole,
+    switched,
+    switched_on,
+    warn_if_lost,
+)
+from sparsebit.quantization.faithful.carried_state import LIKE_THIS
 from sparsebit.quantization.faithful.simulation import SimulatedModel
-from sparsebit.quantization.quantizers.base import Quantizer
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +92,15 @@ def visit_blocks(
     float_parameters.drop_outdated(root.graph_module)
     settings = str(qmodel.config.to_dict()) + float_parameters.checksum()
 
-    floats = _FloatBlocks(float_parameters, visit)
-    wanted = _blocks(root.graph_module, blocks)
+    floats, wanted = _FloatBlocks(float_parameters, visit), _blocks(root.graph_module, blocks)
     kept = None if resume is None else Resume(resume, block_state, floats.load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
     with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
         split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, floats.original), hold_out)
-        if views > 1:
-            split = _with_views(split, views, inputs.get(0))
+        if views > 1 and has_images(inputs.get(0)):
+            split = with_views(split, views)
+        elif views > 1:
+            log.info("views=%d: no input is a batch of images (N, C, H, W), so that each sample has one view", views)
         pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
 
         def inputs_of(index: int) -> dict[str, Any]:
@@ -133,17 +140,12 @@ class _FloatBlocks:
 
 @contextlib.contextmanager
 def _bound_inputs(qmodel: SimulatedModel, root: Region, data: Any, memory_budget: int) -> Iterator[SharedData]:
-    """The graph's inputs of each batch by name. If a guard of the graph fails inside, a `CalibrationError` is
-    raised.
-    """
+    """The graph's inputs of each batch by name. Inside, a failing guard of the graph is a `CalibrationError`."""
     inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
     for args, kwargs in calls(data, qmodel.original, qmodel.device):
         bound = root.bind(args, kwargs)
         if bound is None:
-            raise CalibrationError(
-                f"batch {len(inputs)} has another form than the model was captured for; build the QuantModel with "
-                "example_inputs like the batches"
-            )
+            raise CalibrationError(f"batch {len(inputs)} has another form than the example; {LIKE_THIS}")
         inputs.put(len(inputs), bound)
     if not len(inputs):
         raise CalibrationError("no batch was given; visit_blocks() needs at least one on every rank")
@@ -155,13 +157,6 @@ def _bound_inputs(qmodel: SimulatedModel, root: Region, data: Any, memory_budget
         inputs.clear()
 
 
-def _with_views(split: Split, views: int, inputs: dict[str, Any]) -> Split:
-    if has_images(inputs):
-        return with_views(split, views)
-    log.info("views=%d: no input is a batch of images (N, C, H, W), so that each sample has one view", views)
-    return split
-
-
 def _float_network(
     graph_module: fx.GraphModule, in_float: Callable[[Block], AbstractContextManager[None]]
 ) -> Callable[[dict[str, Any]], Any]:
@@ -171,8 +166,7 @@ def _float_network(
         (network,) = whole_graph(graph_module)
         interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
         runner = BlockRunner(interpreter, network, Flow(graph_module).written(network.nodes))
-        defaults = {node: node.args[0] if node.args else None for node in network.inputs}
-        values = tuple(inputs.get(str(node.target), default) for node, default in defaults.items())
+        values = tuple(inputs.get(str(n.target), n.args[0] if n.args else None) for n in network.inputs)
         with in_float(network), torch.inference_mode(False), torch.no_grad():
             return runner(values)
 
@@ -187,45 +181,28 @@ def _blocks(graph_module: fx.GraphModule, blocks: Blocks) -> list[Block]:
     return find_blocks(graph_module, blocks)
 
 
-@contextlib.contextmanager
-def as_float(block: Block) -> Iterator[None]:
+def as_float(block: Block) -> AbstractContextManager[None]:
     """Inside, the quantizers of the block are off."""
-    found = [part for module in block.modules.values() for part in module.modules() if isinstance(part, Quantizer)]
-    before = [(quantizer, quantizer.use_quant) for quantizer in dict.fromkeys(found)]
-    for quantizer, _ in before:
-        quantizer.use_quant = False
-    try:
-        yield
-    finally:
-        for quantizer, was_on in before:
-            quantizer.use_quant = was_on
-
-
-def block_state(block: Block) -> Mapping[str, Tensor]:
-    """Every parameter and buffer that the block uses, by its path in the graph."""
-    return _tensors(block)
+    return switched(quantizers_of(*block.modules.values()), to=False)
 
 
 @torch.no_grad()
 def load_block_state(block: Block, state: dict[str, Tensor]) -> None:
     """Write a result of `block_state` into the block's parameters and buffers."""
-    here = _tensors(block)
+    here = block_state(block)
     if {path: t.shape for path, t in here.items()} != {path: t.shape for path, t in state.items()}:
-        raise CheckpointError(
-            f"block {block.name!r}: the kept parameters and buffers have other names or shapes than the model has; "
-            "a visit must not add, remove or reshape them where the run is to be resumed"
-        )
+        raise CheckpointError(f"block {block.name!r}: a visit changed the names or shapes of its tensors")
     for path, tensor in here.items():
         tensor.copy_(state[path])
 
 
-def _tensors(block: Block) -> dict[str, Tensor]:
+def block_state(block: Block) -> dict[str, Tensor]:
+    """Every parameter and buffer that the block uses, by its path in the graph."""
     found: dict[str, Tensor] = {}
     for path, module in block.modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             found[f"{path}.{name}"] = tensor.detach()
-    graph_module = block.nodes[0].graph.owning_module
-    assert isinstance(graph_module, fx.GraphModule)
+    graph_module: Any = block.nodes[0].graph.owning_module
     own = {**dict(graph_module.named_parameters()), **dict(graph_module.named_buffers())}
     read = {str(n.target) for node in block.nodes for n in node.all_input_nodes if n.op == "get_attr"}
     return found | {path: own[path].detach() for path in read if path in own}

@@ -13,6 +13,7 @@ from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
 from sparsebit.quantization.calibrating.model_state import require_whole
 from sparsebit.quantization.calibrating.runner import CalibrationRunner
+from sparsebit.quantization.faithful.carried_state import LIKE_THIS
 from sparsebit.quantization.faithful.proof import Proof
 from sparsebit.quantization.faithful.simulation import SimulatedModel, shown
 
@@ -45,18 +46,16 @@ class Calibrator:
         if self.runner is None:
             return
         if self.qmodel.training and not self.runner.num_batches:
-            log.warning(
-                "calibrating in train mode: dropout and the statistics of batches are in what is seen; call eval()"
-            )
+            log.warning("calibrating in train mode: dropout and batch statistics are in what is seen; call eval()")
         self.runner.record(inputs)
 
     def require_no_statistics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if calibration has begun, because capturing the model again for this call would discard it."""
         qmodel, has_batches = self.qmodel, self.runner is not None and self.runner.num_batches
         if has_batches or any(quantizer.is_calibrated for quantizer in qmodel.quantizers()):
+            form, known = shown(call_form(qmodel.source, args, kwargs)), shown(qmodel.call_form or {})
             raise CaptureError(
-                f"this call has {shown(call_form(qmodel.source, args, kwargs))}, but the model was captured and "
-                f"calibrated for {shown(qmodel.call_form or {})}; build the QuantModel with example_inputs of this form"
+                f"this call has {form}, but the model was captured and calibrated for {known}; {LIKE_THIS}"
             )
 
     def restart(self) -> None:
@@ -72,18 +71,14 @@ class Calibrator:
         """Scales and zero points from the gathered statistics; see `QuantModel.calc_qparams`."""
         qmodel, runner = self.qmodel, self.runner
         if runner is None:
-            raise CalibrationError(
-                "calc_qparams() before prepare_calibration(); call that, run a few batches, then call this"
-            )
+            raise CalibrationError("calc_qparams() before prepare_calibration(); call that, and run a few batches")
         if asym and not (w_quant or a_quant):
             w_quant = a_quant = True
         runner.check(asym=asym)
         policy = qmodel.blueprint.policy
         if len({repr(sorted(cuts)) for cuts in gather([*policy.own_code, *policy.untouched])}) > 1:
-            raise CalibrationError(
-                "on some ranks a module runs its own code, since its graph differed on the first batch there, and on "
-                "others it does not (see coverage); build the QuantModel on all ranks with the same example_inputs"
-            )
+            where = "a module runs its own code on some ranks only, where its graph differed on the first batch"
+            raise CalibrationError(f"{where}; build the QuantModel on all ranks with the same example_inputs")
         try:
             unseen = runner.calc_qparams(asym=asym, w_quant=w_quant, a_quant=a_quant)
         finally:
@@ -98,10 +93,7 @@ class Calibrator:
         """First scales, and everything switched on; see `QuantModel.init_QAT`."""
         quantizers = self.qmodel.quantizers()
         if follow_ranges and all(quantizer.learns_numbers or quantizer.fake_fused for quantizer in quantizers):
-            raise ConfigError(
-                "init_QAT(follow_ranges=True): every quantizer learns its numbers, none would follow its data; leave "
-                "it out, or set QUANTIZER.TYPE: uniform"
-            )
+            raise ConfigError("init_QAT(follow_ranges=True): all learn their numbers, none would follow its data")
         self.calc_qparams()
         self.qmodel.eval()
         self.qmodel.set_quant(w_quant=True, a_quant=True)

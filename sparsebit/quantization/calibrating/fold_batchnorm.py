@@ -62,15 +62,13 @@ class _FoldQuantized(ReplacePatternBase):
         owners = [p for module in graph_module.modules() for p in module._parameters.values() if p is layer.op.weight]
         if len(match["layer"].users) != 1 or len(calls) != 1 or len(owners) != 1:
             return {}
-        quantizer = layer.weight_quantizer
-        if quantizer.fake_fused:
-            fold_into(layer.op, norm)
-        else:
+        quantizer, factor = layer.weight_quantizer, fold_factor(norm)
+        if not quantizer.fake_fused:
             quantizer.prepare_folding(layer.op.get_parameter("weight"))
-            factor = fold_factor(norm)
-            fold_into(layer.op, norm)
-            if not rescale(quantizer, layer.op.get_parameter("weight"), layer.row.channel_axis, factor):
-                calibrate_weight(layer)
+        fold_into(layer.op, norm)  # the weight is a new one
+        weight = layer.op.get_parameter("weight")
+        if not quantizer.fake_fused and not rescale(quantizer, weight, layer.row.channel_axis, factor):
+            calibrate_weight(layer)
         self.folded.append(name)
         return {"norm": match["layer"]}
 
@@ -89,11 +87,8 @@ def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Ten
     place = channel_axis if len(shape) > 1 else 0
     if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
         if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
-            log.warning(
-                "%s: its learned scale cannot take in a factor per channel, and is calibrated anew; "
-                "set W.QSCHEME: per-channel-symmetric to keep what was trained",
-                quantizer.name,
-            )
+            remedy = "is calibrated anew; set W.QSCHEME: per-channel-symmetric to keep what was trained"
+            log.warning("%s: its learned scale cannot take in a factor per channel, and %s", quantizer.name, remedy)
         return False
     scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
     factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])

@@ -1,23 +1,33 @@
-"""Checks of the model's state for verbs of `QuantModel`, and states that hold inside a `with` block only."""
+"""Checks of the model's state for verbs of `QuantModel`, and states inside a `with` block, as the float model's."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
+from sparsebit.config.algorithm_steps import BATCHNORM_TUNING
 from sparsebit.errors import CalibrationError, CaptureError, DeploymentError
+from sparsebit.execution.blocks.find_blocks import whole_graph
 from sparsebit.execution.distributed import is_sharded
+from sparsebit.graph.rewriting.patterns import is_itself
+from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+_WITHOUT_ROUNDING = (BATCHNORM_TUNING, "equalize", "smooth")
 
 
 def require_whole(qmodel: SimulatedModel, verb: str) -> None:
     """Raise if parameters are spread over the ranks, or if a value that the graph holds as a constant has changed."""
     if is_sharded(qmodel):
         raise CalibrationError(
-            f"{verb}() on parameters that are spread over the ranks; call it before shard(), or save() the model "
-            "on all ranks and go on with QuantModel.load() in one process"
+            f"{verb}() on parameters that are spread over the ranks; call it before shard(), or save and load the model"
         )
     require_captured_values(qmodel, verb)
 
@@ -27,20 +37,15 @@ def require_captured_values(qmodel: SimulatedModel, verb: str) -> None:
     for path, region in qmodel.built.captured.regions.items():
         changed = region.frozen_values and region.frozen_values.changed()
         if changed:
-            raise CaptureError(
-                f"{verb}(): {f'in {path}, ' if path else ''}{changed}, but the graph holds the captured value; "
-                "build the QuantModel again, from a float model with the new one"
-            )
+            found = f"{f'in {path}, ' if path else ''}{changed}, but the graph holds the captured value"
+            raise CaptureError(f"{verb}(): {found}; build the QuantModel again")
 
 
 def require_settled(qmodel: SimulatedModel, verb: str) -> None:
     """Raise if the model is not whole, or is being calibrated."""
     require_whole(qmodel, verb)
     if qmodel.is_calibrating:
-        raise CalibrationError(
-            f"{verb}() during calibration, which would overwrite it; call it before prepare_calibration() or after "
-            "calc_qparams()"
-        )
+        raise CalibrationError(f"{verb}() during calibration, which would overwrite it; call it after calc_qparams()")
 
 
 def require_calibrated(qmodel: SimulatedModel, verb: str) -> None:
@@ -52,32 +57,42 @@ def require_calibrated(qmodel: SimulatedModel, verb: str) -> None:
 def check_ready(qmodel: SimulatedModel, verb: str) -> None:
     """Raise if nothing of the model is quantized, or nothing calibrated; `verb` is what the user called."""
     quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
-    if not quantizers and qmodel.is_float_by_plan:
-        return  # quantization is switched off on purpose: the file is a float one
-    if not quantizers:
-        raise DeploymentError(
-            f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
-        )
-    if not any(quantizer.is_calibrated for quantizer in quantizers):
+    if quantizers and not any(quantizer.is_calibrated for quantizer in quantizers):
         raise CalibrationError(
             f"{verb}(): the model is not calibrated; call prepare_calibration(), run a few batches, then calc_qparams()"
         )
+    if not quantizers and not qmodel.is_float_by_plan:  # which is off on purpose: the file is a float one
+        raise DeploymentError(
+            f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
+        )
+
+
+def quantizers_of(*modules: nn.Module) -> list[Quantizer]:
+    """Every quantizer in the modules, each once."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    return [part for part in parts if isinstance(part, Quantizer)]
+
+
+@contextlib.contextmanager
+def switched(quantizers: Iterable[Quantizer], to: bool | None = None) -> Iterator[None]:
+    """Inside, these quantizers are on or off (None: as they are); afterwards each is switched as before."""
+    before = {quantizer: quantizer.use_quant for quantizer in quantizers}
+    try:
+        for quantizer, is_on in before.items():
+            quantizer.use_quant = is_on if to is None else to
+        yield
+    finally:
+        for quantizer, is_on in before.items():
+            quantizer.use_quant = is_on
 
 
 @contextlib.contextmanager
 def switched_on(qmodel: SimulatedModel) -> Iterator[None]:
     """Inside, a calibrated model whose quantization is off is quantized; afterwards its switches are as before."""
-    quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
-    switched = [] if any(quantizer.is_enable for quantizer in quantizers) else quantizers
-    before = [quantizer.use_quant for quantizer in switched]
-    try:
-        for quantizer in switched:
-            if quantizer.is_calibrated:
-                quantizer.use_quant = True
+    is_on = any(quantizer.is_enable for quantizer in qmodel.quantizers())
+    calibrated = [q for q in qmodel.quantizers() if q.is_calibrated and not q.fake_fused]
+    with switched([] if is_on else calibrated, to=True):
         yield
-    finally:
-        for quantizer, is_on in zip(switched, before, strict=True):
-            quantizer.use_quant = is_on
 
 
 @contextlib.contextmanager
@@ -90,3 +105,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+# --- the float model's values of weights and biases that algorithms have changed
+
+
+@contextlib.contextmanager
+def in_float(qmodel: SimulatedModel) -> Iterator[None]:
+    """Inside, the model computes the same as the float model: quantization off, the float model's parameters."""
+    with switched(qmodel.quantizers()), contextlib.ExitStack() as stack:
+        if qmodel.built.root is not None:
+            qmodel.float_parameters.drop_outdated(qmodel.built.root.graph_module)
+            for block in whole_graph(qmodel.built.root.graph_module):
+                stack.enter_context(qmodel.float_parameters.original(block))
+        qmodel.set_quant(w_quant=False, a_quant=False)
+        yield
+
+
+def forget_float_parameters(qmodel: SimulatedModel) -> None:
+    """Record that the float model's outputs can no longer be computed: its batch norms have new statistics."""
+    qmodel.float_parameters = FloatParameters()
+    qmodel.float_values_are_lost = True
+
+
+def warn_if_lost(qmodel: SimulatedModel, consequence: str) -> None:
+    """Log the consequence of the float model's values being lost."""
+    if qmodel.float_values_are_lost:
+        changed = "algorithms changed weights of this model, or tuned its batch norms"
+        lost = "the float model's values are not in what was saved"
+        log.warning("%s: %s, and %s. Start from the float model", changed, lost, consequence)
+
+
+def originals_of(qmodel: SimulatedModel, sites: Collection[str]) -> dict[int, Tensor]:
+    """The float model's values of parameters that algorithms changed, of the layers of these weight sites, by `id`."""
+    modules = qmodel.model.modules()
+    layers = [m for m in modules if is_itself(m, WeightedQuantOpr) and m.weight_quantizer.name in sites]
+    rounded = [name for name in qmodel.applied_algorithms if name not in _WITHOUT_ROUNDING]
+    if qmodel.float_values_are_lost and layers and rounded:
+        names = ", ".join(layer.weight_quantizer.name for layer in layers)
+        lost = "stays rounded as it was, since a saved model has no float values. Start from the float model"
+        log.warning("%s: what %s rounded %s", names, ", ".join(rounded), lost)
+    if qmodel.built.root is None:
+        return {}
+    theirs = {id(parameter) for layer in layers for parameter in layer.op.parameters()}
+    changed = qmodel.float_parameters.changed(qmodel.built.root.graph_module)
+    return {id(parameter): value for parameter, value in changed if id(parameter) in theirs}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -21,8 +21,9 @@ from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import single_layers
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
+from sparsebit.graph.values.nested import unwrapped
 from sparsebit.progress import track
-from sparsebit.quantization.calibrating.functional_call import GivenWeights
+from sparsebit.quantization.calibrating.model_state import quantizers_of
 from sparsebit.quantization.observers.leveled_histogram import LeveledHistogram
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
@@ -47,34 +48,30 @@ class CalibrationRunner:
         self.num_batches = 0
         self._given_weights: list[GivenWeights] = []
         self._given: Any = None  # the inputs of the running forward
-        self._handle: RemovableHandle | None = None
-        self._weights_handle: RemovableHandle | None = None
-        self.layers = [
-            m
-            for m in model.modules()
-            if isinstance(m, WeightedQuantOpr | QuantizedParameter) and not m.weight_quantizer.fake_fused
-        ]
+        self._handles: list[RemovableHandle] = []
+        owners = (m for m in model.modules() if isinstance(m, WeightedQuantOpr | QuantizedParameter))
+        self.layers = [layer for layer in owners if not layer.weight_quantizer.fake_fused]
         # Quantizers that learn their range from forwards: all but those of weights that layers own.
         owned = {id(layer.weight_quantizer) for layer in self.layers}
-        quantizers = (m for m in model.modules() if isinstance(m, Quantizer))
-        self.data_quantizers = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
+        self.data_quantizers = [q for q in quantizers_of(model) if id(q) not in owned and not q.fake_fused]
         # Quantizers that are reached only by calls off the captured path.
-        reached = set(self.data_quantizers) if root is None else _called_by(root)
-        self.uncalled_quantizers = [q for q in self.data_quantizers if q not in reached]
+        nodes = () if root is None else root.graph.find_nodes(op="call_module")
+        modules = (root.get_submodule(str(node.target)) for node in nodes if root is not None)
+        called = {part for module in modules for part in module.modules()}
+        self.uncalled_quantizers = [] if root is None else [q for q in self.data_quantizers if q not in called]
 
     def prepare(self) -> None:
         for quantizer in self.data_quantizers:
             quantizer.start_observing()
         self._given_weights = [GivenWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)]
-        self._weights_handle = self.model.register_forward_pre_hook(self._note_own_weights)
-        if self.inputs is not None:
-            self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
+        self._handles = [self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
 
-    def _copy_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy the inputs before the forward, as the model, or the caller for the next batch, may write into them."""
-        self._given = pytree.tree_map_only(
-            torch.Tensor, torch.clone, kwargs if self.root is not None else (args, kwargs)
-        )
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for given in self._given_weights:
+            given.note_own()
+        if self.inputs is not None:  # a copy: the model, or the caller for the next batch, may write into them
+            call = kwargs if self.root is not None else (args, kwargs)
+            self._given = pytree.tree_map_only(torch.Tensor, torch.clone, call)
 
     def record(self, call: Any | None) -> None:
         """Called after a forward; None: it cannot be repeated from its inputs."""
@@ -85,50 +82,47 @@ class CalibrationRunner:
 
     def check(self, *, asym: bool) -> None:
         """Raise for states that cannot be calibrated, before anything is changed."""
-        expected = [quantizer for quantizer in self.data_quantizers if quantizer not in self.uncalled_quantizers]
-        if expected and not sum(gather(self.num_batches)):
-            raise CalibrationError(
-                "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
-            )
+        expected, fault = [q for q in self.data_quantizers if q not in self.uncalled_quantizers], ""
         saw_any = any(q.saw_infinity or not q.observer.is_empty for q in self.data_quantizers)
-        if expected and not any(gather(saw_any)):
-            raise CalibrationError(
-                f"none of the {len(expected)} activation quantizers saw a float tensor in "
-                f"{self.num_batches} batches: they were empty, held integers, or ran the model's own code past all of "
-                "them, or the model returned generators that were not read to their end; build the QuantModel with "
-                "example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights alone"
+        saw_any, num_batches = any(gather(saw_any)), sum(gather(self.num_batches))
+        if expected and not num_batches:
+            fault = "no batch was run since prepare_calibration(); run the model on a few batches, then call this"
+        elif expected and not saw_any:
+            fault = (
+                f"none of the {len(expected)} activation quantizers saw a float tensor in {self.num_batches} batches: "
+                "they were empty, held integers, or ran the model's own code past all of them, or the model returned "
+                "generators that were not read to their end; build the QuantModel with example_inputs like them, or "
+                "set A.QUANTIZER.DISABLE: true to quantize weights alone"
             )
-        if asym and self.inputs is not None and not sum(gather(len(self.inputs))):
-            raise CalibrationError(
+        elif asym and self.inputs is None:
+            fault = "asym=True needs the calibration inputs again; call prepare_calibration() with keep_inputs=True"
+        elif asym and self.inputs is not None and not sum(gather(len(self.inputs))):
+            fault = (
                 f"asym=True runs the graph layer by layer, and none of the {self.num_batches} batches has the form "
-                "that it was captured for: they ran the model's own code; build the QuantModel with example_inputs "
-                "like the batches, or call calc_qparams() without asym"
+                "that it was captured for; build the QuantModel with example_inputs like them, or leave asym out"
             )
-        if asym and self.inputs is None:
-            raise CalibrationError(
-                "asym=True needs the calibration inputs again, and they were not kept; call prepare_calibration() "
-                "with keep_inputs=True and run the batches again"
-            )
+        if fault:
+            raise CalibrationError(fault)
 
     def finish(self) -> None:
         for quantizer in self.data_quantizers:
             quantizer.observing = False
             quantizer.observer.reset()
-        self._forget_given_weights()
-        self._stop_copying()
+        self._stop_watching()
         if self.inputs is not None:
             self.inputs.clear()
 
-    def _stop_copying(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for given in self._given_weights:
+            given.remove()
+        self._handles, self._given_weights = [], []
 
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
         """Fill every quantizer; returns the names of those that never saw a float tensor (they are off from now on)."""
-        self._stop_copying()
         given = self._merged_given_weights()
-        self._forget_given_weights()
+        self._stop_watching()
         for layer in track(self.layers, "weights"):
             calibrate_weight(layer, with_observed=layer.weight_quantizer.name in given)
         seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_on_data(self.data_quantizers)
@@ -140,46 +134,28 @@ class CalibrationRunner:
 
     def _merged_given_weights(self) -> set[str]:
         """The names of the quantizers that saw weights of other layers on any rank; their statistics are merged."""
-        quantizers = {given.layer.weight_quantizer.name: given.layer.weight_quantizer for given in self._given_weights}
-        seen = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
-        seen = set().union(*gather(seen))
-        merge_across_ranks([quantizer for name, quantizer in quantizers.items() if name in seen])
+        own = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
+        seen: set[str] = set().union(*gather(own))
+        quantizers = [given.layer.weight_quantizer for given in self._given_weights]
+        merge_across_ranks([quantizer for quantizer in quantizers if quantizer.name in seen])
         return seen
-
-    def _note_own_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        for given in self._given_weights:
-            given.note_own()
-
-    def _forget_given_weights(self) -> None:
-        if self._weights_handle is not None:
-            self._weights_handle.remove()
-            self._weights_handle = None
-        for given in self._given_weights:
-            given.remove()
-        self._given_weights.clear()
 
     def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
         """Ranges from the observed values, on all ranks; returns the quantizers (by id) that had observed something."""
         merge_across_ranks(quantizers)
         infinite = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
-        self._refuse_infinite_inputs(infinite)
+        layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
+        # A layer multiplies its infinite inputs; before a softmax they are a mask, and allowed.
+        if wrong := sorted(name for name in infinite if split_site(name)[0] in layers):
+            raise CalibrationError(
+                f"{wrong[0]}: infinite values, so no range can be computed; look into the calibration data"
+            )
         hidden = infinite | _masked(quantizers, infinite)
         seen = [q for q in quantizers if not q.observer.is_empty and q.name not in hidden]
-        _tell_of_far_samples(seen)
+        _warn_of_far_samples(seen)
         for quantizer in track(seen, "ranges"):
             quantizer.calc_qparams()
         return {id(quantizer) for quantizer in seen}
-
-    def _refuse_infinite_inputs(self, hidden: set[str]) -> None:
-        """Raise for infinite inputs of a layer, which multiplies them; before a softmax they are a mask, and
-        allowed.
-        """
-        layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
-        if wrong := sorted(name for name in hidden if split_site(name)[0] in layers):
-            raise CalibrationError(
-                f"{wrong[0]}: infinite values, so no range can be computed; check that the float model returns finite "
-                "values for this input, and look into the calibration data"
-            )
 
     # --- in order
 
@@ -208,15 +184,11 @@ class CalibrationRunner:
 
     @torch.no_grad()
     def _calibrate_inside(
-        self,
-        module: nn.Module,
-        run: Callable[[], Iterator[Any]],
-        switches: dict[str, bool],
-        done: Iterable[int] = (),
+        self, module: nn.Module, run: Callable[[], Iterator[Any]], switches: dict[str, bool], done: Iterable[int] = ()
     ) -> set[int]:
         """Calibrate the module's quantizers one after the other, in the order in which its code calls them."""
         wanted = {id(quantizer) for quantizer in self.data_quantizers}.difference(done)
-        pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in wanted]
+        pending = [quantizer for quantizer in quantizers_of(module) if id(quantizer) in wanted]
         seen: set[int] = set()
         for group in _in_call_order(pending, run) if len(pending) > 1 else [pending]:
             for quantizer in group:
@@ -247,32 +219,68 @@ def _masked(quantizers: list[Quantizer], infinite: set[str]) -> set[str]:
             quantizer.float_reason = f"{MASKED} ({apart})"
             found[quantizer.name] = apart
     if found:
-        sites = "; ".join(f"{name}: {apart}" for name, apart in found.items())
         log.warning(
-            "%d sites stay float, since they hold numbers of a mask, with an empty range between them and all other "
-            "values, and a grid that reaches them would have one code for all others: %s. If they are data, clip them "
-            "in the model, or give the quantizer numbers with store_qparams()",
-            *(len(found), sites),
+            "%d sites stay float, since they hold numbers of a mask, far from all other values: a grid that reaches "
+            "them would have one code for all others: %s. If they are data, clip them, or call store_qparams()",
+            *(len(found), "; ".join(f"{name}: {apart}" for name, apart in found.items())),
         )
     return set(found)
 
 
-def _called_by(root: fx.GraphModule) -> set[nn.Module]:
-    """The modules that the graph calls, and all inside them."""
-    called = (root.get_submodule(str(node.target)) for node in root.graph.find_nodes(op="call_module"))
-    return {part for module in called for part in module.modules()}
-
-
-def _tell_of_far_samples(quantizers: list[Quantizer]) -> None:
-    statistics = {q.name: q.observer.statistic for q in quantizers}
-    far = {name: s for name, s in statistics.items() if isinstance(s, LeveledHistogram) and s.num_far}
-    if far:
-        name, first = next(iter(far.items()))
+def _warn_of_far_samples(quantizers: list[Quantizer]) -> None:
+    statistics = ((q.name, q.observer.statistic) for q in quantizers)
+    if far := [(name, s) for name, s in statistics if isinstance(s, LeveledHistogram) and s.num_far]:
+        name, first = far[0]
         log.warning(
             "%s, and %d sites more: %d of %d samples are far larger than nearly all others, and hardly count in ranges "
             "by mse; if they are what matters, take another observer there (minmax)",
             *(name, len(far) - 1, first.num_far, first.num_samples.total()),
         )
+
+
+# --- weights that a layer is called with instead of its own, by `functional_call` or by writes in forward
+
+
+class GivenWeights:
+    """Observes every weight that a layer computes with, but its own, which is observed at the end."""
+
+    def __init__(self, layer: WeightedQuantOpr) -> None:
+        self.layer, self.saw_any = layer, False
+        self.note_own()
+        layer.weight_quantizer.observer.reset()
+        layer.__dict__["compute_layer"] = self.compute_layer
+
+    def note_own(self) -> None:
+        """Treat the current parameters as the layer's own, as at the beginning of a forward of the model."""
+        self.own = list(map(_Content, self.layer.op.parameters()))
+
+    def remove(self) -> None:
+        self.layer.__dict__.pop("compute_layer", None)
+
+    def compute_layer(self, *args: Any, **kwargs: Any) -> Any:
+        if list(map(_Content, self.layer.op.parameters())) != self.own:
+            self.saw_any = True
+            for weight in unwrapped(current_weight(self.layer.op).detach()):
+                self.layer.weight_quantizer.update_observer(weight)
+        return type(self.layer).compute_layer(self.layer, *args, **kwargs)
+
+
+class _Content:
+    """A tensor and its version, to be compared with another state of a module."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_wrapped and not tensor.is_inference()
+        self.state = (tensor.data_ptr(), tensor._version) if is_plain else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Content) and self.tensor is other.tensor and self.state == other.state
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# --- statistics
 
 
 def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:
@@ -295,19 +303,15 @@ def merge_across_ranks(quantizers: list[Quantizer]) -> None:
             if quantizer.name in others:
                 quantizer.magnitudes.merge(others[quantizer.name])
         merged = quantizer._new_observer()
-        for state in states:
-            if quantizer.name in state:
-                part = quantizer._new_observer()
-                part.load_state(state[quantizer.name])
-                merged.merge(part)
+        for state in (state[quantizer.name] for state in states if quantizer.name in state):
+            part = quantizer._new_observer()
+            part.load_state(state)
+            merged.merge(part)
         quantizer.observer = merged
 
 
 def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]) -> list[list[Quantizer]]:
-    """The quantizers that one batch reaches, each alone, in the order of their first call, then the others together.
-
-    The order is the same on every rank, since they merge after each.
-    """
+    """The quantizers that a batch reaches, one by one as they are called (alike on every rank), then the others."""
     order: dict[str, None] = {}
     handles = [q.register_forward_pre_hook(lambda module, _: order.setdefault(str(module.name))) for q in quantizers]
     try:

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from sparsebit.config.selectors import near_names
 from sparsebit.config.targets import is_for, mismatch
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.errors import CalibrationError, CaptureError, ConfigError, SpecError
+from sparsebit.errors import CalibrationError, ConfigError, SpecError
 from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import PerTensor, num_rows
 from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops, make_room_for_biases
 from sparsebit.quantization.building.attach_quantizers import quantizer_of
 from sparsebit.quantization.building.inserted_factors import InsertedFactor, insert, remove
-from sparsebit.quantization.calibrating.float_values import originals_of
-from sparsebit.quantization.calibrating.model_state import evaluating, require_settled
+from sparsebit.quantization.calibrating.model_state import evaluating, originals_of, require_settled
 from sparsebit.quantization.calibrating.runner import calibrate_weight
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.layer_call import current_weight
@@ -78,19 +77,17 @@ def store_qparams(qmodel: SimulatedModel, site: str, scale: Tensor | float, zero
 def insert_factors(qmodel: SimulatedModel, factors: Sequence[InsertedFactor]) -> None:
     """Insert multiplications by a factor per channel (one, at first) into the graph; a saved model keeps them."""
     require_settled(qmodel, "insert_factors")
-    if qmodel.built.root is None:
-        raise CaptureError("insert_factors() needs a graph of the whole model, which could not be traced: see coverage")
+    assert qmodel.built.root is not None
     insert(qmodel.built.root.graph_module, factors)
     qmodel.built.inserted_factors += tuple(factors)
 
 
 def remove_factors(qmodel: SimulatedModel, names: Collection[str]) -> None:
     """Remove inserted multiplications from the graph; their factors are lost."""
-    require_settled(qmodel, "remove_factors")
-    gone = [factor for factor in qmodel.built.inserted_factors if factor.name in names]
-    if gone and qmodel.built.root is not None:
-        remove(qmodel.built.root.graph_module, gone)
-    qmodel.built.inserted_factors = tuple(factor for factor in qmodel.built.inserted_factors if factor not in gone)
+    built, gone = qmodel.built, [factor for factor in qmodel.built.inserted_factors if factor.name in names]
+    if gone and built.root is not None:
+        remove(built.root.graph_module, gone)
+    built.inserted_factors = tuple(factor for factor in built.inserted_factors if factor not in gone)
 
 
 def _quantizer_at(qmodel: SimulatedModel, site: str) -> Quantizer:
@@ -99,9 +96,6 @@ def _quantizer_at(qmodel: SimulatedModel, site: str) -> Quantizer:
     if site not in found:
         raise ConfigError(f"the model has no site {site!r}; near names: {', '.join(near_names(site, list(found)))}")
     return found[site]
-
-
-# --- another quantizer
 
 
 @torch.no_grad()
@@ -113,74 +107,66 @@ def _restore_float_weight(qmodel: SimulatedModel, quantizer: Quantizer, *, needs
     for parameter in qmodel.model.parameters():
         if id(parameter) in originals:
             parameter.copy_(originals[id(parameter)])
-    log.warning(
-        "%s: its weight was rounded for another format (%s), and is the float model's again; run the algorithms "
-        "after replace_quantizer()",
-        *(quantizer.name, ", ".join(qmodel.applied_algorithms)),
-    )
+    names = ", ".join(qmodel.applied_algorithms)
+    was = "its weight was rounded for another format, and is the float model's again"
+    log.warning("%s: %s; run %s after replace_quantizer()", quantizer.name, was, names)
     if needs_range:
         owners = (m for m in qmodel.model.modules() if isinstance(m, WeightedQuantOpr))
         calibrate_weight(next(m for m in owners if m.weight_quantizer is quantizer))
 
 
 def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
-    """Put another quantizer at a site and change the plan, in place; returns the new quantizer.
-
-    Everything is checked before the model is changed. The caller must attach the integer ops again: they hold
-    quantizers.
-    """
+    """Put another quantizer at a site and in the plan, after all checks; the integer ops must be attached again."""
     old, model, plan = _quantizer_at(qmodel, site), qmodel.model, qmodel.plan
     owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
+    if not isinstance(wanted, (Quantizer, Site, Mapping)):
+        raise ConfigError(f"{site}: allowed: a Quantizer, a Site, or fields of the site to change; not {wanted!r}")
     if isinstance(wanted, Quantizer):
         _check_given(model, wanted, old)
-        wanted_site: Site | Mapping[str, Any] = _site_of(wanted, plan[site])
-    elif isinstance(wanted, (Site, Mapping)):
-        wanted_site = wanted.completed(plan[site]) if isinstance(wanted, Site) else wanted
+        plan = plan.replace({site: _site_of(wanted, plan[site])})
     else:
-        raise ConfigError(f"{site}: allowed: a Quantizer, a Site, or fields of the site to change; not {wanted!r}")
-    plan = plan.replace({site: wanted_site})
-    spec = plan[site].spec
-    shape = None if owner is None else _weight(owner).shape
-    num_scales = 1 if shape is None else num_rows(shape, spec.granularity)
-    if shape is not None:
+        plan = plan.replace({site: wanted.completed(plan[site]) if isinstance(wanted, Site) else wanted})
+    spec, num_scales, shape = plan[site].spec, 1, torch.Size()
+    if owner is not None:
+        shape = owner.parameter.shape if isinstance(owner, QuantizedParameter) else current_weight(owner.op).shape
         check_group_format(site, spec, shape, old.backend)
-    new = (
-        wanted if isinstance(wanted, Quantizer) else quantizer_of(plan[site], old.backend, num_scales, old.observed_as)
-    )
-    if shape is not None and new.scale.numel() != num_scales:
-        raise SpecError(
-            f"{site}: the quantizer has {new.scale.numel()} scales, and a weight of shape {tuple(shape)} with "
-            f"{spec.granularity} needs {num_scales}; build it with num_scales={num_scales}"
-        )
+        num_scales = num_rows(shape, spec.granularity)
+    new = wanted
+    if not isinstance(new, Quantizer):
+        new = quantizer_of(plan[site], old.backend, num_scales, old.observed_as)
+    if owner is not None and new.scale.numel() != num_scales:
+        needs = f"a weight of shape {tuple(shape)} with {spec.granularity} needs num_scales={num_scales}"
+        raise SpecError(f"{site}: the quantizer has {new.scale.numel()} scales, and {needs}")
     check_backend(spec, new.zero_point.detach(), old.backend, site)
     needs_range = old.is_calibrated and not new.is_calibrated
     given_range = _range_for(new, old) if needs_range and owner is None else None
-    _prepare(new, old)
     _swap(model, old, new)
-    if needs_range and owner is not None:
-        calibrate_weight(owner)
-    elif given_range is not None:
+    if given_range is not None:
         new.calc_qparams_with_minmax(*given_range)
+    elif needs_range and owner is not None:
+        calibrate_weight(owner)
     qmodel.plan = plan
     return new
 
 
 def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
     """Raise if a quantizer cannot replace `old`."""
+    fault, kind = "", type(new)
     if any(module is new for module in model.modules()):
-        raise ConfigError(f"{old.name}: the quantizer is that of {new.name!r} already; each site needs its own")
-    if new.target != old.target or new.observed_as != old.observed_as:
-        raise ConfigError(
-            f"{old.name}: the quantizer was built for target={new.target!r}, observed_as={new.observed_as!r}; this "
-            f"site needs target={old.target!r}, observed_as={old.observed_as!r}"
+        fault = f"the quantizer is that of {new.name!r} already; each site needs its own"
+    elif (new.target, new.observed_as) != (old.target, old.observed_as):
+        fault = (
+            f"the quantizer was built for target={new.target!r}, observed_as={new.observed_as!r}; this site needs "
+            f"target={old.target!r}, observed_as={old.observed_as!r}"
         )
-    if not is_for(type(new), new.target):
-        raise ConfigError(f"{old.name}: {type(new).__name__} {mismatch(type(new), new.target)}")
-    if new.TYPE not in QUANTIZERS or QUANTIZERS.get(new.TYPE) is not type(new):
-        raise ConfigError(
-            f"{old.name}: {type(new).__name__} is not registered, so a saved model could not be loaded; register the "
-            "class with @register_quantizer(name)"
+    elif not is_for(kind, new.target):
+        fault = f"{kind.__name__} {mismatch(kind, new.target)}"
+    elif new.TYPE not in QUANTIZERS or QUANTIZERS.get(new.TYPE) is not kind:
+        fault = (
+            f"{kind.__name__} is not registered, so a saved model could not be loaded; use @register_quantizer(name)"
         )
+    if fault:
+        raise ConfigError(f"{old.name}: {fault}")
 
 
 def _site_of(quantizer: Quantizer, planned: Site) -> Site:
@@ -203,14 +189,14 @@ def _range_for(new: Quantizer, old: Quantizer) -> tuple[Tensor, Tensor]:
         return low, high
     if isinstance(new.spec.granularity, PerTensor):
         return low.min(), high.max()
+    kinds = f"per {old.spec.granularity.kind}, not per {new.spec.granularity.kind}"
     raise CalibrationError(
-        f"{old.name}: its range is known per {old.spec.granularity.kind}, not per {new.spec.granularity.kind}; replace "
-        "the quantizer before calibration, or give one that is calibrated"
+        f"{old.name}: its range is known {kinds}; replace it before calibration, or by a calibrated one"
     )
 
 
-def _prepare(new: Quantizer, old: Quantizer) -> None:
-    """Name, backend, device, mode and switches of the quantizer that is replaced."""
+def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
+    """Replace a quantizer by one that gets its name, backend, device, mode and switches."""
     new.name, new.backend, new.feeds_softmax = old.name, old.backend, old.feeds_softmax
     new.to(old.calibrated.device).train(old.training)
     if old.fake_fused:  # calibration never reached the site
@@ -218,9 +204,6 @@ def _prepare(new: Quantizer, old: Quantizer) -> None:
         new.was_unseen, new.float_reason = old.was_unseen, old.float_reason
     new.follow_range(old.follows)
     new.use_quant = old.use_quant
-
-
-def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is old:
@@ -228,9 +211,4 @@ def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
             elif isinstance(child, QShared) and child.input_quantizer is old:
                 module._modules[name] = QShared(child.name, new).train(child.training)
         if isinstance(module, Quantizer):
-            others = module.replaced_by
-            others.update({name: new for name, other in others.items() if other is old})
-
-
-def _weight(owner: WeightOwner) -> Tensor:
-    return owner.parameter if isinstance(owner, QuantizedParameter) else current_weight(owner.op)
+            module.replaced_by |= {name: new for name, other in module.replaced_by.items() if other is old}

@@ -123,8 +123,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
     """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
-    _refuse_number_types(qmodel, profile)
-    _refuse_projections(qmodel)
+    _require_exportable(qmodel, profile)
     if state := state_between_calls(qmodel, (args, kwargs)):
         warnings.warn(
             f"export_onnx: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
@@ -132,21 +131,16 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
             stacklevel=users_level(),
         )
     if missing := [step.name for step in qmodel.config.ALGORITHMS if step.name not in qmodel.applied_algorithms]:
-        warnings.warn(
-            f"export_onnx: the config names ALGORITHMS that were not run on this model ({', '.join(missing)}); call "
-            "apply_algorithms(qmodel, batches) before, or take them out of the config",
-            stacklevel=users_level(),
+        text = (
+            f"export_onnx: ALGORITHMS were not run on this model ({', '.join(missing)}); call apply_algorithms() before"
         )
+        warnings.warn(text, stacklevel=users_level())
     opset = _opset(qmodel, options.opset_version, profile.weight_widths, profile.opset)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         options = replace(options, opset_version=max(opset, LOWEST_WRITTEN))
         model = to_onnx(qmodel, args, kwargs, options, signature=inspect.signature(qmodel.original.forward))
-    written = model.opset_imports.get("")
-    if written != max(opset, LOWEST_WRITTEN):
-        raise DeploymentError(
-            f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
-            f"leave opset_version out, or give {profile.opset}"
-        )
+    if model.opset_imports.get("") != max(opset, LOWEST_WRITTEN):
+        raise DeploymentError(f"opset_version={opset}: torch does not write it; leave it out, or give {profile.opset}")
     return model, opset
 
 
@@ -189,30 +183,21 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
 
-def _refuse_number_types(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
-    """Raise for number types that the runtime has no kernels for, or none in integers: the file would be useless."""
-    lacks = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}
+def _require_exportable(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
+    """Raise for what has no kernel in the runtime: a number type, or LSTMs with projections, which ONNX has not."""
+    lacks, fault = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}, ""
     dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
-    if profile.name == "virtual" or dtype is None:
-        return
-    # ONNX convolutions in TensorRT's opset do not support bfloat16 either.
-    runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
-    raise DeploymentError(
-        f"export_onnx: the model computes in {str(dtype).removeprefix('torch.')}, for which {runtime} has "
-        f"{lacks[dtype]} on a CPU; call qmodel.float() first, and give float32 inputs"
-    )
-
-
-def _refuse_projections(qmodel: SimulatedModel) -> None:
-    """Raise for recurrent layers with projections: ONNX has no such layer, and torch writes a file that does not
-    run.
-    """
+    if profile.name != "virtual" and dtype is not None:
+        # ONNX convolutions in TensorRT's opset do not support bfloat16 either.
+        runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
+        kind = f"the model computes in {str(dtype).removeprefix('torch.')}, for which {runtime} has {lacks[dtype]}"
+        fault = f"{kind} on a CPU; call qmodel.float() first, and give float32 inputs"
     for name, module in qmodel.original.named_modules():
-        if isinstance(module, torch.nn.LSTM) and module.proj_size:
-            raise DeploymentError(
-                f"export_onnx: {name or 'the model'} is an LSTM with proj_size={module.proj_size}, and ONNX's LSTM has "
-                "no projection; use proj_size=0 and a Linear layer after it"
-            )
+        if isinstance(module, torch.nn.LSTM) and module.proj_size and not fault:
+            kind = f"{name or 'the model'} is an LSTM with proj_size={module.proj_size}"
+            fault = f"{kind}, and ONNX's has no projection; use proj_size=0 and a Linear layer after it"
+    if fault:
+        raise DeploymentError(f"export_onnx: {fault}")
 
 
 def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -230,10 +215,8 @@ def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[i
         return max(usual, needed)
     if given < needed:
         first = next(quantizer for quantizer, opset in needs.items() if opset > given)
-        raise DeploymentError(
-            f"opset_version={given}: {first.name} ({first.spec.dtype_name}, per {first.spec.granularity.kind}) needs "
-            f"{needed}; leave opset_version out, or give {needed} or more"
-        )
+        kind = f"{first.name} ({first.spec.dtype_name}, per {first.spec.granularity.kind})"
+        raise DeploymentError(f"opset_version={given}: {kind} needs {needed}; leave it out, or give {needed} or more")
     return given
 
 

@@ -30,9 +30,8 @@ from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import evaluating, switched_on
-from sparsebit.quantization.exporting.simulated_codes import simulated_codes
-from sparsebit.quantization.exporting.stored_parameters import stored_difference
+from sparsebit.quantization.calibrating.model_state import evaluating, switched, switched_on
+from sparsebit.quantization.exporting.stored_parameters import simulated_codes, stored_difference
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.records.phases import phase
 
@@ -40,6 +39,7 @@ log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
 _NUM_SHOWN = 5
+_STORES = "stores other numbers than the simulation has"
 
 
 def check_onnx(
@@ -61,10 +61,7 @@ def check_parity(
     num_samples: int = NUM_SAMPLES,
     name: str | None = None,
 ) -> Parity:
-    """Compare on the first `num_samples` of `data`; beyond the tolerance a DeploymentError names the first bad site.
-
-    `name`: the file's name in messages.
-    """
+    """Compare on the first `num_samples`; a larger difference is an error. `name`: the file's name in messages."""
     profile = PROFILES[qmodel.config.BACKEND]
     runtime = profile.executes or "onnxruntime"
     setting = _Setting(runtime, profile.executes is not None, EXACT[runtime])
@@ -137,31 +134,27 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
         if different is None and not all(map(_is_equal, expected, found)):
             different = _Batch(call, tuple(expected), tuple(found))
     parity = comparison.result(name, shown, "the simulation")
-    fault = parity.fault(tolerance)
+    fault, wrong = parity.fault(tolerance), ""
     assert first is not None
     if different is None and optimize and runtime == "onnxruntime":
         different = _Batch(first)  # codes may differ even if the outputs do not, on this data
     if different is not None:
-        traced = _trace(qmodel, file, session, different, setting)
-        where = kernel_fault(traced.differences) if runtime == "onnxruntime" else None
+        differences, end = _trace(qmodel, file, session, different, setting)
+        where = kernel_fault(differences) if runtime == "onnxruntime" else None
         if where is not None and not fault:
             fault = "one of its kernels is wrong"
-        elif traced.unexplained and tolerance.exact is not False and not fault:
-            fault = f"{traced.unexplained} must be equal bit by bit, because all its inputs are"
+        elif end and tolerance.exact is not False and not fault:
+            fault = f"{end} must be equal bit by bit, because all its inputs are"
         if fault:
-            where = where or first_divergence(traced.differences, any_step=bool(tolerance.exact or traced.unexplained))
-            raise DeploymentError(
-                f"{name} does not compute what was simulated ({shown}): {fault}"
-                + (f"; the first site that differs is {where}" if where else _behind(traced.differences))
-                + (f"; it stores other numbers than the simulation has, {stored}" if stored else "")
-            )
-    if stored:
-        raise DeploymentError(
-            f"{name} does not compute what was simulated, although no output shows it on this data ({shown}): it "
-            f"stores other numbers than the simulation has, {stored}"
-        )
-    if fault:
-        raise DeploymentError(f"{name} is not to be relied on ({shown}): {fault}")
+            where = where or first_divergence(differences, any_step=bool(tolerance.exact or end))
+            place = f"; the first site that differs is {where}" if where else _behind(differences)
+            others = f"; it {_STORES}, {stored}" if stored else ""
+            wrong = f"does not compute what was simulated ({shown}): {fault}{place}{others}"
+    if stored and not wrong:
+        hidden = "although no output shows it on this data"
+        wrong = f"does not compute what was simulated, {hidden} ({shown}): it {_STORES}, {stored}"
+    if wrong or fault:
+        raise DeploymentError(f"{name} {wrong or f'is not to be relied on ({shown}): {fault}'}")
     if default is not None:
         # TensorRT's files are for another runtime: only a warning.
         remark = default.judge(tolerance, is_target=qmodel.config.BACKEND == "virtual")
@@ -208,29 +201,24 @@ class _Batch(NamedTuple):
     found: tuple[Any, ...] = ()
 
 
-class _Trace(NamedTuple):
-    """`unexplained`: a site or an output that differs without a known reason; empty if there is none."""
-
-    differences: list[SiteDifference]
-    unexplained: str = ""
-
-
-def _trace(qmodel: SimulatedModel, file: Path, session: Session, batch: _Batch, setting: _Setting) -> _Trace:
+def _trace(
+    qmodel: SimulatedModel, file: Path, session: Session, batch: _Batch, setting: _Setting
+) -> tuple[list[SiteDifference], str]:
+    """How far sites differ, and a site or an output that differs without a known reason; empty if there is none."""
     codes, kernels = simulated_codes(qmodel, batch.call)
     runtime, optimize, options = setting
     feeds = _feeds(session, batch.call)
     differences = site_differences(file, runtime, feeds, codes, optimize=optimize, options=options)
     is_equal = {difference.site: not difference.largest for difference in differences}
-    outputs = map(_is_rounded_alike, batch.expected, batch.found)
-    is_equal |= dict(zip(session.outputs, outputs, strict=False))
+    is_equal |= dict(zip(session.outputs, map(_is_rounded_alike, batch.expected, batch.found), strict=False))
     clips = saturates() and not UNCLIPPED.keys() <= options.keys()
     if all(is_equal.values()) or not optimize or runtime != "onnxruntime" or clips:
-        return _Trace(differences)
+        return differences, ""
     graph = Graph(load_model(file))
     execution, _ = executed(file, graph, options=options)
     in_integers = {name for name, kernel in execution.kernels.items() if kernel.arithmetic == "integer"}
     found = unexplained(stretches(graph, {one.site for one in differences}, kernels, in_integers), is_equal)
-    return _Trace(differences, "" if found is None else found.end)
+    return differences, "" if found is None else found.end
 
 
 def _is_equal(expected: Any, found: Any) -> bool:
@@ -258,17 +246,16 @@ def _behind(differences: Sequence[SiteDifference]) -> str:
 
 def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
     """Raise if ONNX Runtime cannot open a file in half or double precision that is not for a certain runtime."""
-    names = {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}
-    precision = next((names[p.dtype] for p in qmodel.parameters() if p.dtype in names), None)
-    if precision is None or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
+    others = (torch.bfloat16, torch.float16, torch.float64)
+    other = next((p.dtype for p in qmodel.parameters() if p.dtype in others), None)
+    if other is None or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
         return
     try:
         open_session(file, optimize=False)
     except DeploymentError as error:
-        raise DeploymentError(
-            f"{str(error).replace(str(file), name)}\nthe model computes in {precision} precision, for which not every "
-            "op has a kernel on a CPU; call qmodel.float() first"
-        ) from error
+        kind, text = "double" if other.itemsize > 4 else "half", str(error).replace(str(file), name)
+        lacks = f"the model computes in {kind} precision, for which not every op has a kernel on a CPU"
+        raise DeploymentError(f"{text}\n{lacks}; call qmodel.float() first") from error
 
 
 def check_rules(file: Path, name: str) -> None:
@@ -302,34 +289,21 @@ def _calls(
 
 
 def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
-    """The call with these of its samples: only rows of inputs whose size in the file equals their number, or is
-    open.
-    """
+    """The call with these of its samples: rows of inputs whose size in the file is their number, or open."""
     if len(rows) == given:
         return call
     shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` rejects other numbers
     cut = {id(tensor) for tensor, shape in shapes if shape and shape[0] in (len(rows), None) and len(tensor) == given}
-
-    def some(tensor: Tensor) -> Tensor:
-        return tensor[rows.start : rows.stop] if id(tensor) in cut else tensor
-
-    args, kwargs = map_nested(Tensor, some, call)
-    return args, kwargs
+    some: Call = map_nested(Tensor, lambda x: x[rows.start : rows.stop] if id(x) in cut else x, call)
+    return some
 
 
 @torch.no_grad()
 def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
     """The outputs of the simulation, or of the float model in it, as numpy arrays."""
-    switched = [] if quantized else [quantizer for quantizer in qmodel.quantizers() if quantizer.use_quant]
-    try:
-        for quantizer in switched:
-            quantizer.use_quant = False
-        args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
-        with evaluating(qmodel):
-            return [_array(tensor) for tensor in flat_outputs(qmodel(*args, **kwargs))]
-    finally:
-        for quantizer in switched:
-            quantizer.use_quant = True
+    args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
+    with switched(qmodel.quantizers(), to=None if quantized else False), evaluating(qmodel):
+        return [_array(tensor) for tensor in flat_outputs(qmodel(*args, **kwargs))]
 
 
 def _feeds(session: Session, call: Call) -> dict[str, Any]:

@@ -46,9 +46,7 @@ class ConstantSite(nn.Module):
         is_float8: bool = False,
     ) -> None:
         super().__init__()
-        self.training = False
-        self.transform, self.is_float8 = transform, is_float8
-        self.name, self.grid = name, grid
+        self.training, self.name, self.grid, self.transform, self.is_float8 = False, name, grid, transform, is_float8
         self.register_buffer("scale", scale.detach().float())
         self.register_buffer("zero_point", zero_point.detach().float().round())
         self.register_buffer("value", value)
@@ -65,16 +63,12 @@ class ConstantSite(nn.Module):
         return OPERATOR(x, self.scale, self.zero_point, *self.grid, "ste", self.name)
 
     def summary(self) -> str:
-        _, _, qmin, qmax = self.grid
-        return f"[{qmin}, {qmax}]"
+        return f"[{self.grid[2]}, {self.grid[3]}]"
 
 
 @contextlib.contextmanager
 def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
-    """Inside, every enabled quantizer and bias of `model` is a `ConstantSite`; afterwards everything is restored.
-
-    A quantizer whose `fake_quantize` is the user's own stays, and is exported op by op.
-    """
+    """Inside, enabled quantizers and biases are `ConstantSite`s, but for those with a `fake_quantize` of their own."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     marked: list[Quantizer] = []
     try:
@@ -117,8 +111,7 @@ def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
     Computed by torch: the same operations in another library may round to other codes.
     """
     found: dict[nn.Module, Tensor] = {}
-    graphs = [module for module in model.modules() if isinstance(module, CapturedGraph)]
-    for root in graphs:
+    for root in (module for module in model.modules() if isinstance(module, CapturedGraph)):
         for node in root.graph.find_nodes(op="call_module"):
             layer = root.get_submodule(str(node.target))
             if not isinstance(layer, FunctionalWeightedQuantOpr) or not layer.weight_quantizer.is_enable:
@@ -132,23 +125,18 @@ def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
 
 
 def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
-    """The node's value, if functions alone compute it from parameters and buffers that nothing overwrites, without
-    random numbers; else None.
-    """
+    """The node's value, if functions compute it from constant parameters and buffers without random numbers."""
     needed = {node}
     for current in reversed(root.graph.nodes):
         if current in needed:
             needed.update(current.all_input_nodes)
-    is_changing = not needed.isdisjoint(written_later(root)) or any(
-        part.op == "call_function" and may_draw(part.target) for part in needed
-    )
-    if is_changing or any(part.op in ("placeholder", "call_module") for part in needed):
+    draws = any(part.op == "call_function" and may_draw(part.target) for part in needed)
+    is_fixed = needed.isdisjoint(written_later(root)) and not draws
+    if not is_fixed or any(part.op in ("placeholder", "call_module") for part in needed):
         return None
     interpreter = fx.Interpreter(root, garbage_collect_values=False)
-    interpreter.env = {}
-    for part in root.graph.nodes:
-        if part in needed:
-            interpreter.env[part] = interpreter.run_node(part)
+    for part in (part for part in root.graph.nodes if part in needed):
+        interpreter.env[part] = interpreter.run_node(part)
     return interpreter.env[node]
 
 
@@ -178,10 +166,8 @@ def _constant_weight(quantizer: Quantizer, weight: Tensor) -> ConstantSite:
         site = _site(quantizer.name, quantizer, value=value)
         if torch.allclose(site(weight), simulated, rtol=4 * torch.finfo(weight.dtype).eps, atol=0):
             return site
-    raise DeploymentError(
-        f"{quantizer.name}: the quantizer {quantizer.TYPE!r} returns weights off the grid of its qparams(), and a file "
-        "stores weights as integers on that grid"
-    )
+    off = f"{quantizer.TYPE!r} returns weights off the grid of its qparams()"
+    raise DeploymentError(f"{quantizer.name}: the quantizer {off}, and a file stores integers on that grid")
 
 
 def _site(name: str, quantizer: Quantizer, **more: Any) -> ConstantSite:

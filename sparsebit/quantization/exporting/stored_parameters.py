@@ -1,4 +1,4 @@
-"""Scales, zero points and integers that a file stores, compared with those of the simulation that it was made from.
+"""The numbers of a simulation, for comparisons with a file: what the file stores, and the codes of activations.
 
 Outputs can be equal although these differ: if a later op clips the effect of a wrong zero point, or if the
 samples do not reach a weight.
@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
 from sparsebit.deploy.exporting.qdq import codes_of
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
+from sparsebit.execution.batches import Call
 from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel
-from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
 
 # `conv1.weight/scale`; the second site of that name is `conv1.weight#2/scale`, a scale that is repeated for eight
 # channels `conv1.input/scale/8`.
@@ -41,7 +46,9 @@ def stored_difference(qmodel: SimulatedModel, file: Path) -> str:
         expected, part = _expected(qmodel, simulated, tensor.name)
         if not expected:
             continue
-        found = _as_numbers(numpy_helper.to_array(tensor))
+        found = numpy_helper.to_array(tensor)
+        if found.dtype.kind != "f" or found.dtype.itemsize < 4:  # 4-bit integers, 8-bit floats
+            found = found.astype("float64")
         differences = [_difference(numbers, found, part) for numbers in expected]
         if all(differences):  # a layer that is called with several inputs has a bias for each of their scales
             return f"{tensor.name.removeprefix(_FLOATS)}: {differences[0]}"
@@ -75,8 +82,8 @@ def _simulated(qmodel: SimulatedModel) -> dict[str, list[_Numbers]]:
     with evaluating(qmodel):
         biases = dict(_biases(qmodel))
         with quantizers_as_constants(qmodel):
-            sites = {id(site): site for site in qmodel.modules() if isinstance(site, ConstantSite)}
-        for site in sites.values():
+            sites = [site for site in qmodel.modules() if isinstance(site, ConstantSite)]
+        for site in sites:
             value = site.value if site.value is not None else biases.get(site.name)
             found.setdefault(site.name, []).append(_numbers(site, value))
     return found
@@ -91,39 +98,30 @@ def _biases(qmodel: SimulatedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _numbers(site: ConstantSite, value: Any) -> _Numbers:
-    scale, zero_point = site.scale, site.zero_point
-    codes = None
-    if isinstance(value, Tensor) and not site.is_float8:
-        value = value.detach().to(scale.device)
-        codes = codes_of(value, scale, zero_point, *site.grid).cpu().numpy()
-    return _Numbers(scale.cpu().numpy(), None if site.is_float8 else zero_point.cpu().numpy(), codes)
-
-
-def _as_numbers(array: Any) -> Any:
-    """4-bit integers and 8-bit floats converted to numbers that numpy computes with."""
-    return array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype("float64")
-
-
-def _unpadded(expected: Any, found: Any, part: str) -> tuple[Any, Any]:
-    """For a convolution with added channels, the original part: the first scales, and all codes but zeros."""
-    if part in ("scale", "zero_point"):
-        return expected.reshape(-1), found.reshape(-1)[: expected.size]
-    return expected[expected != 0], found[found != 0]
+    scale, codes = site.scale, None
+    if site.is_float8:
+        return _Numbers(scale.cpu().numpy(), None)
+    if isinstance(value, Tensor):
+        codes = codes_of(value.detach().to(scale.device), scale, site.zero_point, *site.grid).cpu().numpy()
+    return _Numbers(scale.cpu().numpy(), site.zero_point.cpu().numpy(), codes)
 
 
 def _difference(expected: Any, found: Any, part: str) -> str:
     import numpy
 
     expected, found = numpy.asarray(expected), numpy.asarray(found)
-    is_one = expected.size == 1 or found.size == 1
-    if part in ("scale", "zero_point") and is_one:  # one for all, or repeated for every channel
+    is_param = part in ("scale", "zero_point")
+    if is_param and 1 in (expected.size, found.size):  # one for all, or repeated for every channel
         expected, found = numpy.broadcast_arrays(expected.reshape(-1), found.reshape(-1))
     if expected.size != found.size:
         if expected.size > found.size or expected.ndim not in (1, 4):
             return ""  # the layout has truncated or padded it
-        expected, found = _unpadded(expected, found, part)
-        if expected.size != found.size:
-            return f"{found.size} numbers that are not 0 in the file, {expected.size} in the simulation"
+        if is_param:  # of a convolution with added channels, the first ones
+            expected, found = expected.reshape(-1), found.reshape(-1)[: expected.size]
+        elif (expected != 0).sum() != (found != 0).sum():
+            return f"{(found != 0).sum()} numbers that are not 0 in the file, {(expected != 0).sum()} in the simulation"
+        else:
+            expected, found = expected[expected != 0], found[found != 0]
     # Linear layers are stored as (in, out). For a square shape this is ambiguous: the form that differs less is used.
     forms = [form for form in (expected, expected.T) if form.shape == found.shape]
     expected = min(forms, key=lambda form: int((form != found).sum()), default=expected)
@@ -137,3 +135,45 @@ def _difference(expected: Any, found: Any, part: str) -> str:
     values = " in the file, ".join(f"{array.reshape(-1)[where]:.9g}" for array in (found, expected))
     count = f"{int(differs.sum())} of its {differs.size} numbers differ, the first is " if differs.size > 1 else ""
     return f"{count}{values} in the simulation"
+
+
+# --- activations
+
+
+@torch.no_grad()
+def simulated_codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any], SimulatedKernels]:
+    """The integers of every activation site at its first run, and which sites the integer kernels round to."""
+    found: dict[str, Any] = {}
+    sums: dict[str, bool] = {}
+
+    def note(quantizer: Quantizer, _: Any, output: Any) -> None:
+        spec = quantizer.spec
+        if isinstance(output, Tensor) and spec.granularity.kind == "tensor" and quantizer.name not in found:
+            scale, zero_point = quantizer.qparams()
+            codes = torch.round(output / scale) + zero_point.round()
+            found[quantizer.name] = codes.to(torch.int32).cpu().numpy()
+
+    def note_sum(kernel: IntegerAdd, inputs: tuple[Any, ...], _: Any) -> None:
+        left, right = inputs
+        name = kernel.sources[2].name  # a broadcasting addition is not computed in the kernel's steps
+        sums[name] = sums.get(name, True) and kernel.is_active and left.shape == right.shape
+
+    quantizers = [q for q in qmodel.quantizers() if q.target == "activation" and q.is_enable]
+    handles = [quantizer.register_forward_hook(note) for quantizer in quantizers]
+    modules = list(qmodel.modules())
+    handles += [module.register_forward_hook(note_sum) for module in modules if isinstance(module, IntegerAdd)]
+    try:
+        args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
+        with evaluating(qmodel):
+            qmodel(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers: dict[str, frozenset[str | None]] = {}
+    for module in (m for m in modules if isinstance(m, WeightedQuantOpr | FunctionalWeightedQuantOpr)):
+        kernels = [integer.sources for _, integer in module.arithmetics if integer is not None]
+        if active := [sources for sources in kernels if all(q.is_enable for q in sources)]:
+            ends = frozenset(sources[2].name if len(sources) > 2 else None for sources in active)
+            layers[module.weight_quantizer.name] = ends
+    products = frozenset(module.sources[2].name for module in modules if isinstance(module, IntegerMultiply))
+    return found, SimulatedKernels(layers, frozenset(name for name, is_exact in sums.items() if is_exact), products)

@@ -14,6 +14,8 @@ from sparsebit.graph.checking.outcome import tensor_at
 from sparsebit.graph.nodes.stand_in import StandIn
 from sparsebit.graph.state.state import CONTAINERS, ModuleState, states_of
 
+AGAIN = "the model has to be captured again for this call"
+LIKE_THIS = "build the QuantModel with example_inputs like this call's"
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 
@@ -58,12 +60,8 @@ class CarriedState:
     def of(cls, built: BuiltState, original: nn.Module, source: nn.Module, without: Collection[int]) -> CarriedState:
         """`without`: ids of buffers that do not count as state. An attribute that cannot be carried is an error."""
         attributes = built.changes()
-        for (path, name), value in attributes.items():
-            if not _is_plain(value):
-                raise CaptureError(
-                    f"the model has to be captured again for this call, but {f'{path}.{name}'.lstrip('.')} has changed "
-                    "since it was built, and would be lost; build the QuantModel with example_inputs like this call's"
-                )
+        if lost := [f"{path}.{name}".lstrip(".") for (path, name), value in attributes.items() if not _is_plain(value)]:
+            raise CaptureError(f"{AGAIN}, but {lost[0]} has changed since it was built, and would be lost; {LIKE_THIS}")
         buffers = {
             name: twin.clone()
             for name, buffer in original.named_buffers()
@@ -100,8 +98,6 @@ def twin_at(source: nn.Module, path: str) -> nn.Module | None:
 
 
 def _is_plain(value: Any) -> bool:
-    if value is _MISSING or isinstance(value, _PLAIN):
-        return True
-    if not isinstance(value, (tuple, *CONTAINERS)):
-        return False
-    return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, (tuple, *CONTAINERS)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is _MISSING or isinstance(value, _PLAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -22,45 +23,43 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 12
 
 
-def differing(
-    qmodel: SimulatedModel,
-    call: Call,
-    found: str,
-    reference: Reference,
-    randomness: Randomness,
-    compare: Compare | None = None,
-) -> dict[str, str]:
-    """The smallest modules that differ from the model's own code on this call, and how."""
+@dataclass(frozen=True)
+class Difference:
+    """A copy that differs (`found`: how) from the model's own code on a call, and what is needed to find out where."""
 
-    def build(path: str, module: nn.Module, call: Call) -> tuple[nn.Module, Buffers]:
-        part = captured_part(qmodel, path, module, call)
-        return part, buffers_of(part.source, module)
+    qmodel: SimulatedModel
+    call: Call
+    found: str
+    reference: Reference
+    randomness: Randomness
+    compare: Compare | None = None
 
-    paths = _with_code(qmodel.original, qmodel.blueprint.policy)
-    return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
+    def by_module(self) -> dict[str, str]:
+        """The smallest modules that differ, and how."""
+
+        def build(path: str, module: nn.Module, call: Call) -> tuple[nn.Module, Buffers]:
+            part = captured_part(self.qmodel, path, module, call)
+            return part, buffers_of(part.source, module)
+
+        paths = _with_code(self.qmodel.original, self.qmodel.blueprint.policy)
+        call, search = cloned(self.call), self.reference.smallest_differing
+        return search(call, paths, build, self.randomness, compare=self.compare) or {"": self.found}
 
 
-def cut(
-    qmodel: SimulatedModel,
-    call: Call,
-    found: str,
-    reference: Reference,
-    randomness: Randomness,
-    compare: Compare | None = None,
-) -> None:
+def cut(difference: Difference) -> None:
     """Capture again, with the smallest modules that differ running their own code.
 
     If such a module already does, the modules inside it run their own code too; after that it is left in float.
     """
-    policy = qmodel.blueprint.policy
-    for path, why in differing(qmodel, call, found, reference, randomness, compare).items():
+    qmodel, policy = difference.qmodel, difference.qmodel.blueprint.policy
+    for path, why in difference.by_module().items():
         log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
         reason = f"its graph computes something else than its code: {why}"
         inside = [name for name in _with_code(qmodel.original, policy, path) if name not in policy.own_code]
         for name in inside if path in policy.own_code and inside else [path]:
             policy = policy.cut(name, reason)
     qmodel.blueprint.policy = policy
-    qmodel.rebuild(call if qmodel.built.example is not None else None)
+    qmodel.rebuild(difference.call if qmodel.built.example is not None else None)
 
 
 def captured_part(qmodel: SimulatedModel, path: str, module: nn.Module, call: Call) -> SimulatedModel:

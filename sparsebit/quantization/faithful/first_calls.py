@@ -23,6 +23,7 @@ from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import is_symbolic, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.building.build import folds_batchnorm
+from sparsebit.quantization.faithful.carried_state import LIKE_THIS
 from sparsebit.quantization.faithful.cutting import captured_copy
 from sparsebit.quantization.faithful.proof import Proof
 from sparsebit.quantization.faithful.simulation import SimulatedModel
@@ -72,19 +73,14 @@ class FirstCalls:
         self._alone(lambda: self.proof.first_call_is_due, call, compare)
 
     def _before_source(self, region: Region, call: Call) -> None:
-        """Called before a module's own code runs instead of its graph, with quantized layers in it.
-
-        Code that tests a layer's exact type, for example, then computes another function; the graph did not.
-        """
+        """Called before own code runs instead of its graph: it may test layers' types, and compute something else."""
         path = next((path for path, known in self.qmodel.built.captured.regions.items() if known is region), None)
         if path is None:  # of an earlier capture
             return
         where = f"this call{f' of {path}' if path else ''}"
         if rescaled := [name for name in self.qmodel.applied_algorithms if name in _RESCALING]:
-            raise CaptureError(
-                f"{where} takes another path than the captured one, and {', '.join(rescaled)} rescaled layers so that "
-                "the captured path alone computes the same; build the QuantModel with example_inputs like this call's"
-            )
+            names = f"{', '.join(rescaled)} rescaled layers"
+            raise CaptureError(f"{where} takes another path than the captured one, for which {names}; {LIKE_THIS}")
         if not self.compares_sources:
             return
         key = path, form_of({"args": call[0], "kwargs": call[1]})
@@ -92,21 +88,16 @@ class FirstCalls:
         def compare() -> None:
             self.compared_sources[key] = self._source_difference(path, region.source, call)
 
-        def is_due() -> bool:
-            return key not in self.compared_sources and len(self.compared_sources) < _FORMS
-
-        if is_due():
-            self._alone(is_due, call, compare)
+        self._alone(lambda: key not in self.compared_sources and len(self.compared_sources) < _FORMS, call, compare)
         if found := self.compared_sources.get(key):
             raise CaptureError(
-                f"the inputs of {where} have another form than the captured ones, and the "
-                f"{'module' if path else 'model'}'s own code, which runs for them, computes something else when its "
-                f"layers are quantized or folded: {found}; build the QuantModel with example_inputs like this call's"
+                f"the inputs of {where} have another form than the captured ones, and the module's own code, which "
+                f"runs for them, computes something else when its layers are quantized or folded: {found}; {LIKE_THIS}"
             )
 
     def _alone(self, is_due: Callable[[], bool], call: Call, compare: Callable[[], None]) -> None:
         """Run `compare` if it is still due, in one thread at a time, and not inside another comparison."""
-        if is_symbolic(tensors_of(call)):
+        if not is_due() or is_symbolic(tensors_of(call)):
             return
         with _FIRST_CALLS:
             if self._is_comparing or not is_due():
@@ -118,30 +109,26 @@ class FirstCalls:
             finally:
                 self._is_comparing = False
 
-    def _reference_beside_source(self, path: str, source: nn.Module) -> Reference:
-        if not self.proof.why_not_comparable(path):
-            return self.proof.reference(path)
-        plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self.qmodel]))
-        _switch_off(plain)  # quantizers of recurrent weights are parametrizations of plain layers
-        modes = {name: module.training for name, module in plain.named_modules()}
-        return Reference(plain, self.qmodel.device, training=plain.training, modes=modes)
-
     @full_float32()
     def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
-        """How the copy's own code at `path`, with quantization off, differs from the original's.
+        """How the copy's own code at `path`, with quantization off, differs from the original's code.
 
         If the original's weights or state have changed since, the same code with plain layers is the reference.
         """
-        reference = self._reference_beside_source(path, source)
+        if not self.proof.why_not_comparable(path):
+            reference = self.proof.reference(path)
+        else:
+            plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self.qmodel]))
+            _switch_off(plain)  # quantizers of recurrent weights are parametrizations of plain layers
+            modes = {name: module.training for name, module in plain.named_modules()}
+            reference = Reference(plain, self.qmodel.device, training=plain.training, modes=modes)
         found = self._own_code_difference(reference, source, call)
         if not found and folds_batchnorm(self.qmodel.config) and not self.qmodel.has_built_weights:
             found = self._folding_difference(path, call)
         return found
 
     def _folding_difference(self, path: str, call: Call) -> str:
-        """The same for a second copy, made from the original with random norms: it shows whether the folded layers
-        compute the same on this path too, whatever weights this model has now.
-        """
+        """The same for a second copy with random norms: whether the folded layers compute the same on this path too."""
         model = copy_model(self.qmodel.original)
         for module in model.modules():
             if isinstance(module, _BatchNorm):

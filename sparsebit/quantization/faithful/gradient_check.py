@@ -24,7 +24,7 @@ from sparsebit.graph.nodes.hidden_writes import may_write_parameters
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.faithful.cutting import ATTEMPTS, cut, differing, has_one_mode
+from sparsebit.quantization.faithful.cutting import ATTEMPTS, Difference, cut, has_one_mode
 from sparsebit.quantization.faithful.simulation import SimulatedModel, folded_tensors
 from sparsebit.records import GradientCheck
 
@@ -40,53 +40,42 @@ def verify_training(qmodel: SimulatedModel, batch: Any, loss: Callable[[Any], Te
     """
     model = qmodel.original
     if not qmodel.has_built_weights:
-        raise CaptureError(
-            "verify_training() after the weights have changed: there is nothing left to compare with; call it "
-            "before training, on the weights that the QuantModel was built from"
-        )
+        raise CaptureError("verify_training() after the weights have changed: nothing to compare with; call it before")
     call = to_device(as_call(batch, model), qmodel.device)
     randomness, cuts, found = Randomness.now(), dict(qmodel.blueprint.policy.own_code), ""
     for _ in range(ATTEMPTS):
         reference = Reference(model, qmodel.device, training=not has_one_mode(qmodel))
         expected = reference.gradients(call, loss, randomness)
-        differs, names = _gradient_difference(qmodel, call, loss, expected, reference.training, randomness)
+        outcome = _gradients(qmodel, call, loss, reference.training, randomness)
+        differs, names = outcome.difference(expected), expected.gradients.keys() & outcome.gradients.keys()
         if differs is None:
             randomness.restore()
             new = {path: why for path, why in qmodel.blueprint.policy.own_code.items() if path not in cuts}
             return GradientCheck(tuple(names), tuple(sorted(expected.gradients.keys() - names)), new)
         found = differs
+        difference = Difference(qmodel, call, found, reference, randomness, _module_gradients)
         if any(quantizer.is_calibrated for quantizer in qmodel.quantizers()):
-            parts = differing(qmodel, call, found, reference, randomness, _module_gradients)
-            where = "; ".join(f"{path or 'the model'}: {why}" for path, why in parts.items())
-            raise CaptureError(
-                f"gradients of the copy differ from the model's own, in {where}; build a new QuantModel and call "
-                "verify_training() before calibration: such a module then runs its own code"
-            )
-        cut(qmodel, call, found, reference, randomness, _module_gradients)
+            where = "; ".join(f"{path or 'the model'}: {why}" for path, why in difference.by_module().items())
+            remedy = "call verify_training() before calibration: such a module then runs its own code"
+            raise CaptureError(f"gradients of the copy differ from the model's own, in {where}; {remedy}")
+        cut(difference)
     raise CaptureError(f"gradients of the copy differ from the model's own, whatever runs its own code: {found}")
 
 
-def _gradient_difference(
-    qmodel: SimulatedModel,
-    call: Call,
-    loss: Callable[[Any], Tensor],
-    expected: Outcome,
-    training: bool,
-    randomness: Randomness,
-) -> tuple[str | None, set[str]]:
-    """The difference, and the names of the compared tensors; a weight with a folded norm is not compared."""
+def _gradients(
+    qmodel: SimulatedModel, call: Call, loss: Callable[[Any], Tensor], training: bool, randomness: Randomness
+) -> Outcome:
+    """The copy's outcome, with quantization off; a weight with a folded norm has no gradient to compare."""
     same = {name: twin for name, (_, twin) in _same_parameters(qmodel.original, qmodel).items()}
-    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
-    is_training = qmodel.training
+    switches, was_training = (qmodel.is_quantized("weight"), qmodel.is_quantized("activation")), qmodel.training
     with undisturbed_randomness(randomness), state_kept(qmodel.model, qmodel.source):
         qmodel.set_quant(w_quant=False, a_quant=False)
         qmodel.train(training)
         try:
-            outcome = with_gradients(functools.partial(SimulatedModel.forward, qmodel), call, loss, same)
+            return with_gradients(functools.partial(SimulatedModel.forward, qmodel), call, loss, same)
         finally:
-            qmodel.train(is_training)
+            qmodel.train(was_training)
             qmodel.set_quant(*switches)
-    return outcome.difference(expected), expected.gradients.keys() & outcome.gradients.keys()
 
 
 def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,7 @@ from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.building.stages import name_of
 from sparsebit.quantization.faithful.carried_state import twin_at
-from sparsebit.quantization.faithful.cutting import ATTEMPTS, captured_part, cut, has_one_mode
+from sparsebit.quantization.faithful.cutting import ATTEMPTS, Difference, captured_part, cut, has_one_mode
 from sparsebit.quantization.faithful.simulation import SimulatedModel, folded_tensors
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 
@@ -76,16 +76,13 @@ class Proof:
         return SimulatedModel.forward(self.qmodel, *args, **kwargs)
 
     def verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
-        """The result of `run` for `call`, after it was proved equal to the original's; parts that differ are cut
-        out.
-        """
+        """The result of `run` for `call`, proved equal to the original's; parts that differ are cut out."""
         outcome = self.proved(call, occasion, run)
         return run(*call[0], **call[1]) if outcome is None else outcome.output
 
     @full_float32()
     def proved(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Outcome | None:
-        """The copy's outcome for `call`, after it was proved equal to the original's; None if it did not run, or
-        failed.
+        """The copy's outcome for `call`, proved equal to the original's; None if it did not run, or failed.
 
         `keep_state`: restore the copy's buffers and attributes afterwards.
         """
@@ -93,8 +90,7 @@ class Proof:
         if qmodel.built.root is not None and qmodel.built.root.bind(*call) is None:
             qmodel.capture_again(*call)
             self.is_due = False
-        reason = self.why_not_comparable()
-        if reason:
+        if reason := self.why_not_comparable():
             log.info("%s is not compared with the model's own code: %s", occasion, reason)
             return None
         given, randomness = cloned(call), Randomness.now()
@@ -115,9 +111,8 @@ class Proof:
             if qmodel.blueprint.transforms:
                 names = ", ".join(map(name_of, qmodel.blueprint.transforms))
                 raise CaptureError(
-                    f"after the transforms {names} the model computes something "
-                    f"else on {occasion}: {found}; a transform must keep what the graph computes (verify=False is for "
-                    "those that are meant to change it)"
+                    f"after the transforms {names} the model computes something else on {occasion}: {found}; only with "
+                    "verify=False may a transform change what the graph computes"
                 )
             if registered := self._registered_ops():
                 qmodel.unproved = f"with ops that you registered ({registered}) the copy differs on {occasion}: {found}"
@@ -131,7 +126,7 @@ class Proof:
                 qmodel.unproved = f"the copy differs from the model's own code on {occasion}: {found}"
                 warnings.warn(f"{qmodel.unproved}; what it computes is not what the model computes", stacklevel=5)
                 break
-            cut(qmodel, given, found, reference, randomness)
+            cut(Difference(qmodel, given, found, reference, randomness))
             self.is_due = False
             _put_back(call, given)
             outside.restore()
@@ -145,9 +140,8 @@ class Proof:
         qmodel = self.qmodel
         module = qmodel.original.get_submodule(path)
         prefix = f"{path}." if path else ""
-        twins = {
-            name: twin_at(qmodel.source, f"{prefix}{name}" if name else path) for name, _ in module.named_modules()
-        }
+        paths = {name: f"{prefix}{name}" if name else path for name, _ in module.named_modules()}
+        twins = {name: twin_at(qmodel.source, where) for name, where in paths.items()}
         modes = {name: twin.training for name, twin in twins.items() if twin is not None}
         return Reference(module, qmodel.device, training=modes.get("", qmodel.training), modes=modes)
 
@@ -177,31 +171,26 @@ class Proof:
 
     def _registered_ops(self) -> str:
         """The ops of the model that users registered: their results may differ on purpose."""
-        ops = (
-            part
-            for part in self.qmodel.model.modules()
-            if isinstance(part, QuantOpr) and not isinstance(part, QIdentity)
-        )
-        return ", ".join(sorted({type(part).__name__ for part in ops if part.row.implementation is not None}))
+        ops = (part for part in self.qmodel.model.modules() if isinstance(part, QuantOpr))
+        registered = (op for op in ops if not isinstance(op, QIdentity) and op.row.implementation is not None)
+        return ", ".join(sorted({type(op).__name__ for op in registered}))
 
     def _compare(
         self, call: Call, run: Callable[..., Any], expected: Outcome, keep_state: bool
     ) -> tuple[str | None, Outcome | None]:
         """The difference, and the copy's outcome, which is None if it failed."""
-        with self._unseen() if keep_state else contextlib.nullcontext():
+        source = self.qmodel.source
+        with contextlib.ExitStack() as stack:
+            if keep_state:  # effects of the forward on state, in the copy and outside of it, are undone
+                stack.enter_context(undisturbed_outer_state(source))
+                stack.enter_context(state_kept(self.qmodel.model, source))
             try:
-                outcome = outcome_of(run, call, buffers_of(self.qmodel.source, self.qmodel.original))
+                outcome = outcome_of(run, call, buffers_of(source, self.qmodel.original))
             except SparsebitError:
                 raise
             except Exception as error:
                 return f"{type(error).__name__}: {error}", None
             return outcome.difference(expected), outcome
-
-    @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Undo the effects that forwards of the copy have on state, in the copy and outside of it."""
-        with undisturbed_outer_state(self.qmodel.source), state_kept(self.qmodel.model, self.qmodel.source):
-            yield
 
 
 @torch.no_grad()
@@ -228,11 +217,10 @@ def is_no_fault(qmodel: SimulatedModel, call: Call, expected: Outcome, randomnes
     model = qmodel.original
     if _agrees_anew(qmodel, copy_model(model), call, randomness):
         return True
-    if any(x.dtype == torch.float64 for x in (*model.parameters(), *tensors_of(call))):
+    is_double = any(x.dtype == torch.float64 for x in (*model.parameters(), *tensors_of(call)))
+    if is_double or not _agrees_anew(qmodel, copy_model(model).double(), in_double(call), randomness):
         return False
-    return _agrees_anew(qmodel, copy_model(model).double(), in_double(call), randomness) and _amplifies_rounding(
-        qmodel, call, expected, randomness
-    )
+    return _amplifies_rounding(qmodel, call, expected, randomness)
 
 
 def _agrees_anew(qmodel: SimulatedModel, model: nn.Module, call: Call, randomness: Randomness) -> bool:
@@ -253,9 +241,7 @@ def _agrees_anew(qmodel: SimulatedModel, model: nn.Module, call: Call, randomnes
 
 
 def _amplifies_rounding(qmodel: SimulatedModel, call: Call, expected: Outcome, randomness: Randomness) -> bool:
-    """Whether rounding errors change the outcome; float64 alone proves nothing if code tests the dtype of its
-    inputs.
-    """
+    """Whether rounding errors change the outcome; float64 alone proves nothing if code tests its inputs' dtype."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DISTURBED_RUNS):
         disturbed = copy_model(qmodel.original)

@@ -21,7 +21,7 @@ from sparsebit.graph.values.call_form import VARYING, CallForm, call_form
 from sparsebit.quantization.building.build import Blueprint, Built, build
 from sparsebit.quantization.building.coverage import describe_coverage
 from sparsebit.quantization.building.float_parameters import FloatParameters
-from sparsebit.quantization.faithful.carried_state import BuiltState, CarriedState
+from sparsebit.quantization.faithful.carried_state import AGAIN, LIKE_THIS, BuiltState, CarriedState
 from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import Coverage
@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class SimulatedModel(nn.Module):
-    """A captured copy of a model with quantizers as the config and the backend require: its origin and how it runs.
-    `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
-    """
+    """A captured copy of a model with quantizers: a `QuantModel`, or a single module that a proof compares."""
 
     blueprint: Blueprint
     built: Built
@@ -97,8 +95,7 @@ class SimulatedModel(nn.Module):
         except GuardError as error:
             if self.built.inserted_factors:
                 raise CaptureError(
-                    f"{error}: the model's own code cannot run in the place of the graph, which "
-                    f"has multiplications that were inserted by smoothing; {error.advice}"
+                    f"{error}: only the graph has the factors inserted by smoothing; {error.advice}"
                 ) from error
             self._warn_of_source(error)
             output, inputs = self.built.root.run_source(args, kwargs), None
@@ -111,21 +108,14 @@ class SimulatedModel(nn.Module):
     def _warn_of_source(self, error: GuardError) -> None:
         if not self._ran_source:
             self._ran_source = True
-            log.warning(
-                "%s: the call runs the model's own code, where layers are quantized but functions and operators are "
-                "not; %s",
-                *(error, error.advice),
-            )
+            text = "%s: the call runs the model's own code, where layers are quantized but operators are not; %s"
+            log.warning(text, error, error.advice)
 
     def capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture again for a call of another form than the captured one."""
         assert self.built.root is not None
         form = call_form(self.built.root.source, args, kwargs)
-        log.warning(
-            "captured again for a call with %s: parameters are new objects; build the QuantModel with "
-            "example_inputs like this call's to avoid it",
-            shown(form),
-        )
+        log.warning("captured again for a call with %s: parameters are new objects; %s", shown(form), LIKE_THIS)
         state = CarriedState.of(self.built_state, self.original, self.source, folded_tensors(self))
         self.rebuild((args, kwargs))
         if self.built.root is not None and self.built.root.bind(args, kwargs) is None:
@@ -135,10 +125,7 @@ class SimulatedModel(nn.Module):
     def rebuild(self, example: Call | None) -> None:
         """Capture again; parameters that do not change stay the same objects."""
         if not self.has_built_weights:
-            raise CaptureError(
-                "the model has to be captured again for this call, but its weights have changed since it was built, "
-                "and would be lost; build the QuantModel with example_inputs like this call's before changing them"
-            )
+            raise CaptureError(f"{AGAIN}, but its weights have changed, and would be lost; before that, {LIKE_THIS}")
         before, training = dict(self.named_parameters()), self.training
         self._build(example)
         if training != self.original.training:  # otherwise the modes are those of the original, module by module
@@ -230,7 +217,7 @@ class SimulatedModel(nn.Module):
 
 
 def code_modules(qmodel: SimulatedModel) -> list[nn.Module]:
-    """Which modules are left out of graphs. `cuts`: the `own_code` and `untouched` of the policy."""
+    """The modules of the copy's own code, also of those around which graphs were captured."""
     sources = (qmodel.source, *(region.source for region in qmodel.built.captured.regions.values()))
     return list({id(module): module for source in sources for module in source.modules()}.values())
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,11 +19,17 @@ from sparsebit.execution.batches import Call, calls, input_rows, require_repeata
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import note, track
 from sparsebit.quantization.building.float_parameters import FloatParameters
-from sparsebit.quantization.calibrating.float_values import warn_if_lost
-from sparsebit.quantization.calibrating.model_state import require_calibrated, require_settled
+from sparsebit.quantization.calibrating.model_state import (
+    quantizers_of,
+    require_calibrated,
+    require_settled,
+    switched,
+    warn_if_lost,
+)
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.inspecting.class_scores import Agreement, LabelledBatches
 from sparsebit.quantization.inspecting.error_profiler import as_batches, profile_model, quantized_layers, restored
@@ -55,33 +61,32 @@ def accuracy_gains(
     in float                   score     gain  SQNR alone
     layer3.0.conv1            0.8710  +0.0150     17.2 dB
     """
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 0:
+    if type(num_layers) is not int or num_layers < 0:
         raise ConfigError(f"num_layers={num_layers!r}: allowed: whole numbers from 0 (all layers)")
+    if not callable(metric) and metric not in METRICS:
+        raise ConfigError(f"metric={metric!r}: allowed: {', '.join(METRICS)}, or a function of the model")
     require_settled(qmodel, "accuracy_gains")
     batches = as_batches(data)
     require_repeatable(batches, "accuracy_gains()")
-    _check_metric(qmodel, batches, metric)
+    if metric == "accuracy":
+        LabelledBatches(batches, qmodel.original, None)  # raises for labels that are missing, before any long work
     warn_if_lost(qmodel, "the changed weights count as float")
     require_calibrated(qmodel, "accuracy_gains")
     errors = profile_model(qmodel, calls(batches, qmodel.original, qmodel.device), histograms=False).layers
-    float_layers = FloatLayers(qmodel.built.captured, qmodel.float_parameters)
-    return _measured(qmodel, batches, metric, errors, float_layers, num_layers)
+    return _measured(qmodel, batches, metric, sorted(errors, key=lambda error: error.sqnr_db), num_layers)
 
 
 @phase("accuracy")
 @torch.no_grad()
 def _measured(
-    qmodel: SimulatedModel,
-    batches: Iterable[Any],
-    metric: str | Metric,
-    errors: Sequence[LayerError],
-    float_layers: FloatLayers,
-    num_layers: int,
+    qmodel: SimulatedModel, batches: Iterable[Any], metric: str | Metric, worst: list[LayerError], num_layers: int
 ) -> AccuracyGains:
-    """The scores with each of the `num_layers` worst of `errors` in float (0: all); the model is restored."""
-    worst = sorted(errors, key=lambda error: error.sqnr_db)
+    """The scores with each of the `num_layers` worst layers in float (0: all); the model is restored."""
+    float_layers = FloatLayers(qmodel.built.captured, qmodel.float_parameters)
     with restored(qmodel):
-        switches = _base_switches(qmodel.quantizers())
+        quantizers = qmodel.quantizers()
+        is_off = not any(quantizer.is_enable for quantizer in quantizers)  # completely: then every layer is switched on
+        switches = {q: q.is_calibrated if is_off else q.use_quant for q in quantizers}
         judge = _judge(qmodel, batches, metric, float_layers)
 
         def score(layers: Iterable[str] | None = (), metric: Metric = judge.score) -> float:
@@ -140,14 +145,14 @@ class FloatLayers:
         self.root = captured.regions[""].graph_module if "" in captured.regions else None
         self.nodes: dict[nn.Module, list[fx.Node]] = {}
         self.readers: dict[nn.Module, list[QIdentity]] = {}
-        for region in captured.regions.values():
-            graph_module = region.graph_module
-            for node in graph_module.graph.nodes:
-                if node.op == "call_module":
-                    module = graph_module.get_submodule(str(node.target))
-                    if graph_module is self.root:
-                        self.nodes.setdefault(module, []).append(node)
-                    self.readers.setdefault(module, []).extend(_sources(node, graph_module))
+        for graph_module in (region.graph_module for region in captured.regions.values()):
+            for node in graph_module.graph.find_nodes(op="call_module"):
+                module = graph_module.get_submodule(str(node.target))
+                if graph_module is self.root:
+                    self.nodes.setdefault(module, []).append(node)
+                sources = [module_of(source, graph_module) for source in node.all_input_nodes]
+                # The separate quantizers before the node; other nodes may read them too.
+                self.readers.setdefault(module, []).extend(s for s in sources if isinstance(s, QIdentity))
         if self.root is not None:
             float_parameters.drop_outdated(self.root)
 
@@ -157,23 +162,24 @@ class FloatLayers:
         with contextlib.ExitStack() as stack:
             original = self.float_parameters.original
             if names is None:
-                stack.enter_context(_off([m for m in self.model.modules() if isinstance(m, Quantizer)]))
+                stack.enter_context(switched(quantizers_of(self.model), to=False))
                 for block in [] if self.root is None else whole_graph(self.root):
                     stack.enter_context(original(block))
             for name in names or ():
                 layer = self.layers[name]
-                stack.enter_context(_off([child for child in layer.children() if isinstance(child, Quantizer)]))
+                stack.enter_context(switched([m for m in layer.children() if isinstance(m, Quantizer)], to=False))
                 stack.enter_context(_reading_float(layer, self.readers.get(layer, [])))
                 if nodes := self.nodes.get(layer):
                     stack.enter_context(original(Block(name, tuple(nodes))))
             yield
 
 
-class _Judge:
+class _Judge(NamedTuple):
     """A metric with its name."""
 
-    def __init__(self, name: str, num_samples: int, metric: Metric) -> None:
-        self.name, self.num_samples, self.metric = name, num_samples, metric
+    name: str
+    num_samples: int
+    metric: Metric
 
     def score(self, qmodel: Any) -> float:
         return score_of(self.metric, qmodel, f"accuracy_gains(): the metric ({self.name})")
@@ -200,43 +206,6 @@ def _judge(qmodel: Any, batches: Iterable[Any], metric: str | Metric, layers: Fl
     with layers.of(None):
         agreement = Agreement(batches, qmodel)
     return _Judge("top-1 agreement with the float model (no labels)", agreement.num_samples, agreement)
-
-
-def _check_metric(qmodel: SimulatedModel, batches: Iterable[Any], metric: str | Metric) -> None:
-    """Raise for metrics and data that cannot be measured, before any long work."""
-    if not callable(metric) and metric not in METRICS:
-        raise ConfigError(
-            f"metric={metric!r}: allowed: {', '.join(METRICS)}, or a function of the model that returns a score"
-        )
-    if metric == "accuracy":
-        LabelledBatches(batches, qmodel.original, None)
-
-
-def _base_switches(quantizers: Sequence[Quantizer]) -> Mapping[Quantizer, bool]:
-    """The current switches; for a calibrated model that is switched off completely, all on."""
-    is_off = not any(quantizer.is_enable for quantizer in quantizers)
-    return {q: q.is_calibrated if is_off else q.use_quant for q in quantizers}
-
-
-def _sources(node: fx.Node, root: fx.GraphModule) -> Iterator[QIdentity]:
-    """The separate quantizers before the node; other nodes may read them too."""
-    for source in node.all_input_nodes:
-        if source.op == "call_module":
-            module = root.get_submodule(str(source.target))
-            if isinstance(module, QIdentity):
-                yield module
-
-
-@contextlib.contextmanager
-def _off(quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    before = [(quantizer, quantizer.use_quant) for quantizer in quantizers]
-    try:
-        for quantizer, _ in before:
-            quantizer.use_quant = False
-        yield
-    finally:
-        for quantizer, on in before:
-            quantizer.use_quant = on
 
 
 @contextlib.contextmanager

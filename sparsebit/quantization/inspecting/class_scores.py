@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class LabelledBatches:
         for place, batch in enumerate(self.batches):
             inputs, labels = _parted(batch, self.model)
             if labels is None:
+                others = "a function as metric=, or metric='agreement' (with the float model)"
                 raise CalibrationError(
-                    f"accuracy_gains(): batch {place} has no labels; give batches (inputs, labels) with the number of "
-                    "the class of every sample, or a function as metric=, or metric='agreement' (with the float model)"
+                    f"accuracy_gains(): batch {place} has no labels; give (inputs, labels), {others}"
                 )
             yield as_call(inputs, self.model), labels
 
@@ -46,16 +47,14 @@ class LabelledBatches:
         right = total = 0
         for call, labels in self:
             classes, num_classes = predicted(model, to_device(call, self.device))
+            fault = ""
             if classes.shape != labels.shape:
-                raise CalibrationError(
-                    f"accuracy_gains(): labels of shape {tuple(labels.shape)} do not fit {num_classes} classes "
-                    f"for {tuple(classes.shape)}; give a function as metric= for another kind of output"
-                )
-            if labels.numel() and int(labels.max()) >= num_classes:
-                raise CalibrationError(
-                    f"accuracy_gains(): label {int(labels.max())}, but the model has scores of {num_classes} classes "
-                    "(0 and up); give labels in the order of its outputs"
-                )
+                shapes = f"{num_classes} classes for {tuple(classes.shape)}"
+                fault = f"labels of shape {tuple(labels.shape)} do not fit {shapes}; give a function as metric="
+            elif labels.numel() and int(labels.max()) >= num_classes:
+                fault = f"label {int(labels.max())}, but the model has scores of {num_classes} classes (0 and up)"
+            if fault:
+                raise CalibrationError(f"accuracy_gains(): {fault}")
             known = labels >= 0  # -100 and the like are ignored
             right += int(((classes == labels) & known).sum())
             total += int(known.sum())
@@ -63,19 +62,13 @@ class LabelledBatches:
 
 
 class Agreement:
-    """The share of samples whose largest score is where it was when this object was made.
-
-    Every pass must yield the same batches: their checksums are compared.
-    """
+    """The share of samples whose largest score is where it was at first; all passes need the same batches."""
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
         self.batches, self.source, self.device = batches, model.original, model.device
-        self.expected: list[Tensor] = []
-        self.checksums: list[str] = []
-        for call in self._calls():
-            self.checksums.append(_checksum(call))  # first: a model may write into its inputs
-            self.expected.append(predicted(model, call)[0])
-        self.num_samples = sum(map(len, self.expected))
+        # The checksum first: a model may write into its inputs.
+        self.expected = [(_checksum(call), predicted(model, call)[0]) for call in self._calls()]
+        self.num_samples = sum(len(classes) for _, classes in self.expected)
         if not self.num_samples:
             raise CalibrationError("accuracy_gains() was given no data; give batches as for calibration, in a list")
 
@@ -84,16 +77,12 @@ class Agreement:
             yield to_device(as_call(_parted(batch, self.source)[0], self.source), self.device)
 
     def __call__(self, model: nn.Module) -> float:
-        same = total = num_batches = 0
-        for call in self._calls():
-            if self.checksums[num_batches : num_batches + 1] != [_checksum(call)]:
+        same = 0
+        for call, known in zip_longest(self._calls(), self.expected):
+            if call is None or known is None or known[0] != _checksum(call):
                 raise CalibrationError(_OTHER_BATCHES)
-            expected = self.expected[num_batches]
-            same += int((predicted(model, call)[0] == expected).sum())
-            total, num_batches = total + expected.numel(), num_batches + 1
-        if num_batches != len(self.expected):
-            raise CalibrationError(_OTHER_BATCHES)
-        return same / total
+            same += int((predicted(model, call)[0] == known[1]).sum())
+        return same / sum(classes.numel() for _, classes in self.expected)
 
 
 def _checksum(call: Call) -> str:
@@ -111,10 +100,8 @@ def predicted(model: Any, call: Call) -> tuple[Tensor, int]:
         output = output[0]
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
         shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
-        raise CalibrationError(
-            f"accuracy_gains(): an output of {shown} is not scores of classes, (samples, classes); pass a function as "
-            "metric=, which gets the model and returns a score"
-        )
+        scores = f"an output of {shown} is not scores of classes, (samples, classes)"
+        raise CalibrationError(f"accuracy_gains(): {scores}; pass a function of the model as metric=")
     return output.argmax(1).cpu(), output.shape[1]
 
 

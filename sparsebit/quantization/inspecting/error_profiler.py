@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.progress import track
-from sparsebit.quantization.calibrating.model_state import require_calibrated
+from sparsebit.quantization.calibrating.model_state import quantizers_of, require_calibrated, switched
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.inspecting.site_errors import SiteErrors
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
@@ -38,7 +39,6 @@ def get_quantization_error(
 
     `is_async`: each layer quantized alone, on float inputs (one pass); else all layers quantized (two passes).
     """
-    _warn_of_changed_weights(qmodel, "get_quantization_error")
     batches = _calls(qmodel, "get_quantization_error", data)
     found = _averaged(qmodel, batches, lambda quantized, original: (checker(quantized, original),), is_async=is_async)
     return {name: error for name, (error,) in found.items()}
@@ -50,51 +50,39 @@ def profile(qmodel: SimulatedModel, data: Any, *, sync: bool = False, histograms
     `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
     also at most 64 bins of the float values of each tensor, together with the range that quantization clips them to.
     """
-    _warn_of_changed_weights(qmodel, "profile")
     return profile_model(qmodel, _calls(qmodel, "profile", data), sync=sync, histograms=histograms)
 
 
 def as_batches(data: Any) -> Iterable[Any]:
     """One batch, or an iterable of them, as an iterable."""
-    is_batch = isinstance(data, (Tensor, Mapping)) or (
-        isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
-    )
-    return [data] if is_batch else data
+    is_tuple = isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
+    return [data] if is_tuple or isinstance(data, (Tensor, Mapping)) else data
 
 
 def _calls(qmodel: SimulatedModel, verb: str, data: Any) -> Iterator[Call]:
     require_calibrated(qmodel, verb)
-    return calls(as_batches(data), qmodel.original, qmodel.device)
-
-
-def _warn_of_changed_weights(qmodel: SimulatedModel, verb: str) -> None:
     if len(qmodel.float_parameters) or qmodel.float_values_are_lost:
-        log.warning(
-            "%s(): algorithms have changed weights (%s); errors are counted from the changed weights, so that what "
-            "their rounding costs is not in them",
-            *(verb, ", ".join(qmodel.applied_algorithms) or "before the model was saved"),
-        )
+        names = ", ".join(qmodel.applied_algorithms) or "before the model was saved"
+        log.warning("%s(): algorithms have changed weights (%s); errors are counted from the changed ones", verb, names)
+    return calls(as_batches(data), qmodel.original, qmodel.device)
 
 
 def profile_model(
     model: nn.Module, calls: Iterable[Call], *, sync: bool = False, histograms: bool = True
 ) -> ErrorProfile:
-    """Every layer's error, the worst SQNR first, and every site's, in the order of the model.
-
-    `sync`: all layers quantized together, instead of each alone.
-    """
+    """Every layer's error, the worst SQNR first, and every site's. `sync`: all layers quantized together."""
     num_batches = 0
 
     def counted() -> Iterator[Call]:
         nonlocal num_batches
-        for call in calls:
-            num_batches += 1
+        for num_batches, call in enumerate(calls, 1):  # noqa: B007
             yield call
 
     def noise_and_signal(quantized: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
         return F.mse_loss(quantized, original), original.square().mean()
 
-    sites = {q: SiteErrors(q, histogram=histograms) for q in _own_quantizers(model)}
+    calibrated = [q for q in quantizers_of(model) if not q.fake_fused and q.is_calibrated]
+    sites = {quantizer: SiteErrors(quantizer, histogram=histograms) for quantizer in calibrated}
     for quantizer, weight in _stored_weights(model):
         if quantizer in sites:
             sites[quantizer].add(weight)
@@ -144,8 +132,8 @@ def _averaged(
 
     profile = _profile_alone if is_async else _profile_together
     with torch.no_grad(), restored(model):
-        for args, kwargs in track(calls, "error per layer"):
-            profile(model, layers, args, kwargs, note)
+        for call in track(calls, "error per layer"):
+            profile(model, {module: name for name, module in layers.items()}, call, note)
     return {
         name: tuple(sum(column) / len(column) for column in zip(*found, strict=True))
         for name, found in measured.items()
@@ -153,30 +141,20 @@ def _averaged(
     }
 
 
-def _profile_alone(
-    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
-) -> None:
+def _profile_alone(model: nn.Module, names: dict[nn.Module, str], call: Call, note: Callable[..., None]) -> None:
     _switch(model, False)
-    names = {module: name for name, module in layers.items()}
 
     def compare(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        own = _quantizers_of(module)
-        for quantizer in own:
-            quantizer.use_quant = quantizer.is_calibrated
-        note(names[module], module.forward(*inputs, **keywords), output)
-        for quantizer in own:
-            quantizer.use_quant = False
+        with switched([quantizer for quantizer in _quantizers_of(module) if quantizer.is_calibrated], to=True):
+            note(names[module], module.forward(*inputs, **keywords), output)
 
-    with _hooked(layers.values(), compare):
-        model(*args, **kwargs)
+    with _hooked(names, compare):
+        model(*call[0], **call[1])
 
 
-def _profile_together(
-    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
-) -> None:
+def _profile_together(model: nn.Module, names: dict[nn.Module, str], call: Call, note: Callable[..., None]) -> None:
     store = SharedData()
-    names = {module: name for name, module in layers.items()}
-    visits = dict.fromkeys(layers, 0)
+    visits: Counter[str] = Counter()
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         name = names[module]
@@ -192,10 +170,10 @@ def _profile_together(
 
     for on, hook in ((False, keep), (True, compare)):
         _switch(model, on)
-        visits.update(dict.fromkeys(layers, 0))
-        with _hooked(layers.values(), hook):
-            given, named = map_nested(Tensor, torch.clone, (args, kwargs))  # a model may write into its inputs
-            model(*given, **named)
+        visits.clear()
+        with _hooked(names, hook):
+            args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
+            model(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -211,29 +189,20 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; afterwards the mode of every module and all switches are restored."""
-    switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
     modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()
-        yield
+        with switched(quantizers_of(model)):
+            model.eval()
+            yield
     finally:
-        for quantizer, on in switches.items():
-            quantizer.use_quant = on
         model.train(modes[model])
         for module, mode in modes.items():  # parts may be in another mode than the whole model: frozen norms
             module.training = mode
 
 
 def _switch(model: nn.Module, on: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, Quantizer):
-            module.use_quant = on and module.is_calibrated
-
-
-def _own_quantizers(model: nn.Module) -> list[Quantizer]:
-    """The calibrated quantizers that are not switched off for good, each once."""
-    found = (module for module in model.modules() if isinstance(module, Quantizer))
-    return [quantizer for quantizer in found if not quantizer.fake_fused and quantizer.is_calibrated]
+    for quantizer in quantizers_of(model):
+        quantizer.use_quant = on and quantizer.is_calibrated
 
 
 def _stored_weights(model: nn.Module) -> Iterator[tuple[Quantizer, Tensor]]:

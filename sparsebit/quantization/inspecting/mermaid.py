@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.folders import replace_text
@@ -25,7 +25,7 @@ def dump_mermaid(qmodel: SimulatedModel, file: str | os.PathLike[str] | IO[str] 
     regions = qmodel.built.captured.regions
     if not regions:
         raise CaptureError("nothing of this model could be traced, so there is no graph to draw; see coverage")
-    drawn = {path: _draw(region.graph_module) for path, region in regions.items()}
+    drawn = {path: to_mermaid(region.graph_module.graph, _label, _style) for path, region in regions.items()}
     lines = (f"%% {path or 'model'}\n{graph}" for path, graph in drawn.items())
     diagram = "\n".join(drawn.values() if len(drawn) == 1 else lines)
     if isinstance(file, (str, os.PathLike)):
@@ -35,12 +35,8 @@ def dump_mermaid(qmodel: SimulatedModel, file: str | os.PathLike[str] | IO[str] 
     return diagram
 
 
-def _draw(root: fx.GraphModule) -> str:
-    return to_mermaid(root.graph, lambda node: _label(node, root), lambda node: _style(node, root))
-
-
-def _label(node: fx.Node, root: fx.GraphModule) -> str:
-    module = module_of(node, root)
+def _label(node: fx.Node) -> str:
+    module = _module(node)
     if module is not None:
         return f"{node_name(node)}<br/>{repr(module) if isinstance(module, _QUANTIZED) else type(module).__name__}"
     if node.op in ("placeholder", "output", "get_attr"):
@@ -48,11 +44,13 @@ def _label(node: fx.Node, root: fx.GraphModule) -> str:
     return f"{node_name(node)}<br/>{getattr(node.target, '__name__', node.target)}"
 
 
-def _style(node: fx.Node, root: fx.GraphModule) -> str:
-    module = module_of(node, root)
-    if module is None:
-        return ""
-    return "quantized" if isinstance(module, _QUANTIZED) else "float"
+def _style(node: fx.Node) -> str:
+    module = _module(node)
+    return "" if module is None else "quantized" if isinstance(module, _QUANTIZED) else "float"
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    return module_of(node, cast("fx.GraphModule", node.graph.owning_module))
 
 
 def to_mermaid(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.numerics.qparams import broadcast_to
+from sparsebit.quantization.calibrating.model_state import switched
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import SiteError, ValueHistogram
 from sparsebit.records.error_profile import MOST_BINS
@@ -20,10 +21,7 @@ _BITS_OF_ONE_VALUE, _EXPONENT_OF_ZERO = 40, -200
 
 
 class SiteErrors:
-    """Gathers tensor after tensor of one site in constant memory.
-
-    A transform that the quantizer applies first (DoReFa) is applied before the comparison.
-    """
+    """Gathers tensors of one site in constant memory, after a transform that its quantizer applies (DoReFa)."""
 
     def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
         self.quantizer = quantizer
@@ -38,12 +36,8 @@ class SiteErrors:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided or not x.numel():
             return
         quantizer = self.quantizer
-        switch = quantizer.use_quant
-        quantizer.use_quant = True
-        try:
+        with switched([quantizer], to=True):
             quantized = quantizer.forward(x).float()
-        finally:
-            quantizer.use_quant = switch
         values = quantizer.transform(x).float()
         self.count += values.numel()
         self.noise += float((quantized - values).square().sum(dtype=torch.float64))
@@ -83,10 +77,7 @@ class SiteErrors:
 
 
 class GrowingHistogram:
-    """Counts in at most 64 bins, whose width is a power of two: if they do not suffice, pairs are merged.
-
-    So the counts depend on the values alone, not on their order or on their distribution over batches.
-    """
+    """Counts in up to 64 bins, whose width, a power of two, grows with the values: so their order does not matter."""
 
     def __init__(self) -> None:
         self.exponent = 0  # of the width
@@ -101,12 +92,12 @@ class GrowingHistogram:
         low, high = float(values.min()), float(values.max())
         if not len(self.counts):
             self.exponent = _finest(low, high)
-        while self._span(low, high) > MOST_BINS:
+        while True:
+            first, last = self._ends(low, high)
+            if last - first < MOST_BINS:
+                break
             self._coarsen()
         places = torch.floor(values * 2.0**-self.exponent).long()
-        first, last = int(places.min()), int(places.max())
-        if len(self.counts):
-            first, last = min(first, self.first), max(last, self.first + len(self.counts) - 1)
         counts = torch.zeros(last - first + 1, dtype=torch.int64)
         counts[self.first - first : self.first - first + len(self.counts)] += self.counts
         self.first, self.counts = first, counts + torch.bincount(places - first, minlength=len(counts))
@@ -117,13 +108,15 @@ class GrowingHistogram:
         counts = tuple(self.counts.tolist())
         return ValueHistogram(self.first * width, width, counts) if counts else None
 
-    def _span(self, low: float, high: float) -> int:
-        """Bins from the first to the last value, of those counted and of these."""
+    def _ends(self, low: float, high: float) -> tuple[int, int]:
+        """The first and the last bin of the values counted and of these."""
         width = 2.0**self.exponent
         first, last = math.floor(low / width), math.floor(high / width)
-        if len(self.counts):
-            first, last = min(first, self.first), max(last, self.first + len(self.counts) - 1)
-        return last - first + 1
+        return (
+            (min(first, self.first), max(last, self.first + len(self.counts) - 1))
+            if len(self.counts)
+            else (first, last)
+        )
 
     def _coarsen(self) -> None:
         self.exponent += 1

@@ -22,7 +22,7 @@ from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import calls, num_samples, require_repeatable
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import track
-from sparsebit.quantization.calibrating.float_values import in_float, warn_if_lost
+from sparsebit.quantization.calibrating.model_state import in_float, warn_if_lost
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
 from sparsebit.quantization.mixed_precision.sensitivity_math import (
     divergence,

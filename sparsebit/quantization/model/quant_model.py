@@ -70,15 +70,13 @@ class QuantModel(SimulatedModel):
         verify: Verify = True,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise CaptureError(f"QuantModel wants an nn.Module, not {type(model).__name__}")
-        if any(isinstance(module, SimulatedModel) for module in model.modules()):
-            raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
-        if isinstance(model, torch.jit.ScriptModule):
+        if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise CaptureError(
-                "the model is TorchScript (torch.jit.script or torch.jit.trace), which has no Python code to capture; "
+                f"QuantModel wants an nn.Module, not {type(model).__name__}; of TorchScript, which has no Python code, "
                 "give the nn.Module that it was made from"
             )
+        if any(isinstance(module, SimulatedModel) for module in model.modules()):
+            raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
         if (config is None) == (plan is None):
             raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")
         example = None if example_inputs is None else as_call(example_inputs, model)

@@ -1,7 +1,4 @@
-"""Chains that run as one op: only the first one quantizes its input.
-
-conv/linear (+ batch norm) + activation, and add + relu.
-"""
+"""Chains that run as one op (conv + batch norm + activation, add + relu): only the first one quantizes its input."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ def absorbed_by(
     """Per absorbed node, the one before it in the chain. `activations`: those that a runtime absorbs; None: all."""
     absorbed: dict[fx.Node, fx.Node] = {}
     heads: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        row = rows.get(node)
-        if row is None:
-            continue
-        source = next(iter(node.all_input_nodes), None)
+    for node in (node for node in graph.nodes if node in rows):
+        row, source = rows[node], next(iter(node.all_input_nodes), None)
         if source in heads and len(source.users) == 1 and _joins(row, heads[source], rows[source], activations):
             absorbed[node] = source
             heads[node] = heads[source]

@@ -47,12 +47,8 @@ def reads_as_divisor(node: fx.Node) -> set[fx.Node]:
 def divisor_makers(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
     """Ops whose result is only used in divisors."""
     makers: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op not in ("call_module", "call_function", "call_method") or not node.users:
-            continue
-        row = rows.get(node)
-        if row is not None and (row.kind is OpKind.WEIGHTED or row.name in _ENDS):
-            continue
-        if all(user in makers or node in reads_as_divisor(user) for user in node.users):
+    for node in (node for node in reversed(graph.nodes) if node.op.startswith("call_") and node.users):
+        is_end = node in rows and (rows[node].kind is OpKind.WEIGHTED or rows[node].name in _ENDS)
+        if not is_end and all(user in makers or node in reads_as_divisor(user) for user in node.users):
             makers.add(node)
     return makers

@@ -19,27 +19,21 @@ def check_groups(layer: str, config: WeightConfig, shape: Sequence[int], channel
 
 def check_group_format(layer: str, spec: TensorSpec, shape: Sequence[int], backend: str) -> None:
     """Raise for groups of bits that `backend` does not support, and for a last group shorter than the others."""
-    runs = BACKENDS[backend]
+    runs, fault = BACKENDS[backend], ""
     if not isinstance(spec.granularity, PerGroup):
         return
     length, size = shape[spec.granularity.axis], spec.granularity.size
     if len(shape) == 2 and length <= size:  # one group: a scale per channel, and written so
         return
-    escape = "a per-channel QSCHEME (W.SPECIFIC sets it for this layer alone), or BACKEND: virtual"
     if runs.group_bits is not None and spec.bits not in runs.group_bits:
         allowed = " or ".join(map(str, sorted(runs.group_bits)))
-        raise BackendError(
-            f"W.QUANTIZER.BIT={spec.bits} at {layer}: {backend} reads groups of {allowed}-bit weights only; set "
-            f"{allowed}, {escape}"
+        fault = f"BIT={spec.bits} at {layer}: {backend} reads groups of {allowed}-bit weights only; set {allowed}"
+    elif runs.whole_groups and length % size:
+        divisors = [size for size in range(length // 2, 1, -1) if length % size == 0]
+        fault = (
+            f"GROUP_SIZE={size} at {layer}: {length} inputs do not make whole groups, and {backend} reads whole groups "
+            f"only; set one that divides {length} ({', '.join(map(str, divisors[:3] or [length]))})"
         )
-    if runs.whole_groups and length % size:
-        raise BackendError(
-            f"W.QUANTIZER.GROUP_SIZE={size} at {layer}: {length} inputs do not make whole groups, and {backend} "
-            f"reads whole groups only; set one that divides {length} ({_divisors(length)}), {escape}"
-        )
-
-
-def _divisors(number: int) -> str:
-    """The largest proper divisors: `384, 256, 192`."""
-    found = [size for size in range(number // 2, 1, -1) if number % size == 0]
-    return ", ".join(map(str, found[:3] or [number]))
+    if fault:
+        escape = "a per-channel QSCHEME (W.SPECIFIC sets it for this layer alone), or BACKEND: virtual"
+        raise BackendError(f"W.QUANTIZER.{fault}, {escape}")

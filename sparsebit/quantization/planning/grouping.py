@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 from sparsebit.graph.ops.op_table import keeps_grid
 from sparsebit.numerics.spec import TensorSpec
@@ -26,11 +27,7 @@ from sparsebit.quantization.planning.writes import Writes
 
 @dataclass
 class Wants:
-    """The quantization that a graph's ops request, before tensors are shared.
-
-    `inputs[consumer][source]`: the config for that input of the consumer. `gates`: `silu` whose sigmoid is quantized
-    too.
-    """
+    """The requests of a graph's ops: `inputs[consumer][source]`, ...; `gates`: `silu` with a quantized sigmoid."""
 
     inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
     outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
@@ -93,8 +90,7 @@ class Grouping:
         groups: dict[tuple[Any, ...], _Group] = {}
 
         def group_of(source: fx.Node, config: ActivationConfig, num_writes: int) -> _Group:
-            key = (*_group_key(source, config), num_writes)
-            return groups.setdefault(key, _Group(source, config, num_writes))
+            return groups.setdefault((source, *_format_of(config), num_writes), _Group(source, config, num_writes))
 
         for node, config in self.wants.outputs.items():
             if not self.writes.any_after(node):
@@ -111,22 +107,21 @@ class Grouping:
         """
         wanted = [self.wants.inputs.get(reader, {}).get(node) for reader in node.users]
         first = wanted[0] if wanted else None
-        if first is None or any(one is None or _group_key(node, one) != _group_key(node, first) for one in wanted):
+        if first is None or any(one is None or _format_of(one) != _format_of(first) for one in wanted):
             return None
-        return first if _group_key(node, first)[1] == _group_key(node, self.wants.outputs[node])[1] else None
+        return first if _format_of(first)[0] == _format_of(self.wants.outputs[node])[0] else None
 
     def _owner(self, group: _Group) -> str | None:
         """The site whose grid the tensor is on already, in the format of the group."""
         node = group.source
         while node not in self.outputs:
             row = self.rows.get(node)
-            sources = node.all_input_nodes
-            if row is None or self.writes.any_after(node) or not keeps_grid(row, node, self.root) or not sources:
+            moves = row is not None and not self.writes.any_after(node) and keeps_grid(row, node, self.root)
+            if not moves or not node.all_input_nodes:
                 return None
-            node = sources[0]
+            node = node.all_input_nodes[0]
         site, config = self.outputs[node]
-        is_same = node is not group.source and _group_key(node, config)[1:] == _group_key(node, group.config)[1:]
-        return site if is_same else None
+        return site if node is not group.source and _format_of(config) == _format_of(group.config) else None
 
     def _shared(self, group: _Group, owner: str) -> SharedAt:
         single = f"{layer_name(self.path, group.consumers[0])}.input"
@@ -136,10 +131,9 @@ class Grouping:
     def _fits_inside(self, group: _Group) -> bool:
         if group.is_output or len(group.consumers) != 1:
             return False
-        consumer = group.consumers[0]
-        if self.rows[consumer].kind is OpKind.MULTI:
-            return False
-        return consumer.op != "call_module" or self.calls[consumer.target] == 1
+        (consumer,) = group.consumers
+        is_called_once = consumer.op != "call_module" or self.calls[consumer.target] == 1
+        return is_called_once and self.rows[consumer].kind is not OpKind.MULTI
 
     def _alone(self, group: _Group) -> AloneAt:
         source = layer_name(self.path, group.source)
@@ -158,15 +152,13 @@ class Grouping:
 
     def _inside(self, node: fx.Node, group: _Group | None) -> InsideOf:
         row, layer, gate = self.rows[node], layer_name(self.path, node), self.wants.gates.get(node)
-        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = module_of(node, self.root)
         if module is not None and id(module) in self.wrapped:
             return InsideOf(node, row, layer)  # its sites were created at its first place
         if module is not None and (gate is None or self.calls[node.target] == 1):
             self.wrapped[id(module)] = module  # held, so that its id stays its own
-        at = InsideOf(node, row, layer, None if group is None else group.source)
-        return with_sites(
-            at, self.add_site, None if group is None else group.config, self.wants.weights.get(node), gate
-        )
+        source, config = (None, None) if group is None else (group.source, group.config)
+        return with_sites(InsideOf(node, row, layer, source), self.add_site, config, self.wants.weights.get(node), gate)
 
 
 def with_sites(
@@ -187,12 +179,7 @@ def with_sites(
     return dataclasses.replace(at, **sites)  # type: ignore[arg-type]
 
 
-def _group_key(source: fx.Node, config: ActivationConfig) -> tuple[fx.Node, TensorSpec, ActivationConfig]:
-    return source, spec_of(config, activation_axis(config)), _sharing_key(config)
-
-
-def _sharing_key(config: ActivationConfig) -> ActivationConfig:
-    """The config without the keys that do not affect numbers, so that an add and a conv with the same format share."""
-    return ActivationConfig.model_validate(
-        {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
-    )
+def _format_of(config: ActivationConfig) -> tuple[TensorSpec, ActivationConfig]:
+    """The number format, and the config without the keys that do not affect numbers: an add and a conv can share."""
+    numbers = {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
+    return spec_of(config, activation_axis(config)), ActivationConfig.model_validate(numbers)

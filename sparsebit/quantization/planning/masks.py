@@ -8,6 +8,7 @@ mask.
 from __future__ import annotations
 
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,32 +32,24 @@ _LIMITS = ("clamp", "max")  # the larger or the smaller of two values, or one be
 
 
 def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Nodes whose values contain such numbers, as far as constants of the graph show it, or may contain them: masks
-    that are inputs of the graph, and values that they are added to before a softmax.
-    """
+    """Nodes that hold such numbers, or may: masks that are inputs, and what they are added to before a softmax."""
     found = _given_masks(graph, rows, python)
     softmax_inputs = set(_in_front_of_softmax(graph, rows))
     large: set[fx.Node] = set()  # Python numbers that come from a type's limits
     for node in graph.nodes:
         if node.op == "get_attr" and _is_mask(node):
             found.add(node)
-        if _is_limit(node) or (node in python and not large.isdisjoint(node.all_input_nodes)):
+        reads_large = not large.isdisjoint(node.all_input_nodes)
+        if _is_limit(node) or (node in python and reads_large):
             large.add(node)
-            continue
-        if node in python or node.op not in ("call_module", "call_function", "call_method"):
-            continue
-        if _uses_up(node, rows):
-            continue
-        fills = node in softmax_inputs and _name(node) in _FILLS
-        is_given = _has_large_constant(node, _FILLED if fills else LARGEST) or not large.isdisjoint(
-            node.all_input_nodes
-        )
-        if node in rows and rows[node].name in _LIMITS:
-            is_hidden = _keeps_hidden(node, found, python, is_large=is_given)
-        else:
-            is_hidden = is_given or not found.isdisjoint(node.all_input_nodes)
-        if is_hidden:
-            found.add(node)
+        elif node not in python and node.op.startswith("call_") and not _uses_up(node, rows):
+            fills = node in softmax_inputs and _name(node) in _FILLS
+            is_given = _has_large_constant(node, _FILLED if fills else LARGEST) or reads_large
+            if node in rows and rows[node].name in _LIMITS:
+                is_hidden = _keeps_hidden(node, found, python, is_large=is_given)
+            else:
+                is_hidden = is_given or not found.isdisjoint(node.all_input_nodes)
+            found.update([node] if is_hidden else [])
     return found
 
 
@@ -86,17 +79,10 @@ def _keeps_hidden(node: fx.Node, found: set[fx.Node], python: set[fx.Node], *, i
 
 def _is_mask(node: fx.Node) -> bool:
     """Whether it reads a tensor that contains such a number."""
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.layout is not torch.strided
-        or not value.is_floating_point()
-        or value.is_meta
-    ):
+    value = attrgetter(str(node.target))(node.graph.owning_module)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return value.numel() > 0 and bool((value <= -LARGEST).any())
+    return value.is_floating_point() and bool((value <= -LARGEST).any())
 
 
 def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
@@ -122,19 +108,13 @@ def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Nod
             activations.update(*(origins.get(source, ()) for source in tensors))
         elif node.op in ("call_function", "call_method") and tensors and origins.keys() >= set(tensors):
             origins[node] = set().union(*(origins[source] for source in tensors))
-    waiting = [
-        source
-        for node in _in_front_of_softmax(graph, rows)
-        if rows[node].name in ("add", "sub") and node not in origins
-        for source in node.all_input_nodes
-        if origins.get(source) and activations.isdisjoint(origins[source])
-    ]
-    found: dict[fx.Node, None] = {}
-    for node in waiting:
-        if node not in found:
-            found[node] = None
-            waiting += [source for source in node.all_input_nodes if origins.get(source) and not _is_comparison(node)]
-    return set(found)
+    sums = (node for node in _in_front_of_softmax(graph, rows) if rows[node].name in ("add", "sub"))
+    added = [source for node in sums if node not in origins for source in node.all_input_nodes]
+    waiting = [source for source in added if origins.get(source) and activations.isdisjoint(origins[source])]
+    for node in waiting:  # which grows meanwhile
+        before = () if _is_comparison(node) else node.all_input_nodes
+        waiting += [source for source in before if origins.get(source) and source not in waiting]
+    return set(waiting)
 
 
 def _is_comparison(node: fx.Node) -> bool:
@@ -147,8 +127,8 @@ def _name(node: fx.Node) -> str:
 
 def _in_front_of_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> list[fx.Node]:
     """Sums, products and moves whose result a softmax reads."""
-    names = {node: row.name for node, row in rows.items()}
-    waiting = [source for node in graph.nodes if names.get(node) in SOFTMAX for source in node.all_input_nodes[:1]]
+    softmaxes = (node for node in graph.nodes if node in rows and rows[node].name in SOFTMAX)
+    waiting = [source for node in softmaxes for source in node.all_input_nodes[:1]]
     found: dict[fx.Node, None] = {}
     for node in waiting:
         row = rows.get(node)

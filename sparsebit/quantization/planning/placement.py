@@ -1,6 +1,4 @@
-"""Where the sites of a plan are in the captured graphs: the planner's second result, consumed by
-`attach_quantizers`.
-"""
+"""Where the sites of a plan are in the captured graphs: the planner's second result, for `attach_quantizers`."""
 
 from __future__ import annotations
 
@@ -34,10 +32,7 @@ class SharedAt:
 
 @dataclass(frozen=True)
 class InsideOf:
-    """An op that holds its quantizers; a role without a site is in float.
-
-    `node` is None for a layer outside graphs; `source`: the value that its input quantizer reads.
-    """
+    """An op that holds its quantizers. `node`: None outside graphs; `source`: what its input quantizer reads."""
 
     node: fx.Node | None
     row: OpRow

@@ -1,13 +1,10 @@
-"""Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not.
-
-The result is a `Plan`, which is a value, and the `Placement` of its sites in the graphs.
-"""
+"""Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
 
@@ -17,6 +14,7 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.errors import BackendError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.nodes.aliasing import overwritten
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.nodes.value_kinds import python_values, static_values, tensor_inputs
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 from sparsebit.graph.ops.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
@@ -51,8 +49,8 @@ def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]
     placement = Placement()
     for path, region in captured.regions.items():
         planner = _RegionPlanner(path, region, captured, draft)
-        wants, root = planner.make(), region.graph_module
-        grouping = Grouping(path, root, planner.rows, wants, draft.add_site, draft.free_name, draft.wrapped)
+        sites = draft.add_site, draft.free_name, draft.wrapped
+        grouping = Grouping(path, region.graph_module, planner.rows, planner.make(), *sites)
         placement.regions[path] = grouping.place()
     for path, loose in captured.loose.items():
         planned = None if path in captured.untouched else _plan_loose(path, loose.module, draft)
@@ -78,7 +76,7 @@ class _Draft:
         """Warn for each key that the user wrote and the profile would set otherwise (for adds: where it matters)."""
         for setting in self.profile.costs:
             key, _, value = setting.partition("=")
-            if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(_value_at(self.config, key)) == value:
+            if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(attrgetter(key)(self.config)) == value:
                 self.note_cost(setting)
 
     def plan(self) -> Plan:
@@ -104,12 +102,11 @@ class _Draft:
             self.warnings.append(cost)
 
     def note_float(self, name: str, row: OpRow | None, op: Any) -> None:
-        if row is None:
-            if isinstance(op, type) and not issubclass(op, nn.Module):
-                return  # a container or an output class
+        is_op = not isinstance(op, type) or issubclass(op, nn.Module)  # else a container or an output class
+        if row is None and is_op:
             op_name = getattr(op, "__name__", op)
             self.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
-        elif row.kind is OpKind.FLOAT:
+        elif row is not None and row.kind is OpKind.FLOAT:
             self.floats[name] = row.reason
 
     def note_disabled(self, name: str, activation: TensorConfig | None, weight: TensorConfig | None) -> None:
@@ -134,25 +131,21 @@ def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
         draft.note_float(path, row, type(module))
         return None
     draft.layers.append(path)
-    if _is_complex(module):
-        draft.floats[path] = COMPLEX
-        return None
+    reason = COMPLEX if _is_complex(module) else ""
     if not _wants(row, profile) or row.name in profile.conv_fed:
-        draft.floats[path] = f"{profile.name} runs {row.name} in float"
+        reason = reason or f"{profile.name} runs {row.name} in float"
+    if reason or getattr(module, "inplace", False) is True:
+        draft.floats[path] = reason or IN_PLACE
         return None
-    if getattr(module, "inplace", False) is True:
-        draft.floats[path] = IN_PLACE
-        return None
-    activation = config.resolve("A", path)
+    activation, at = config.resolve("A", path), InsideOf(None, row, path)
     weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
     has_input = bool(row.inputs) and row.kind is not OpKind.MULTI
     if weight is not None:
         _check_groups(path, weight, module, row, config.BACKEND)
     draft.note_disabled(path, activation, weight)
     if id(module) in draft.wrapped:
-        return InsideOf(None, row, path)
+        return at
     draft.wrapped[id(module)] = module
-    at = InsideOf(None, row, path)
     return with_sites(at, draft.add_site, _enabled(activation) if has_input else None, _enabled(weight))
 
 
@@ -162,12 +155,11 @@ class _RegionPlanner:
     def __init__(self, path: str, region: Region, captured: Captured, draft: _Draft) -> None:
         self.path, self.draft = path, draft
         self.config, self.profile = config, profile = draft.config, draft.profile
-        self.root = region.graph_module
-        self.graph = self.root.graph
-        self.opaque = captured.untraced
-        self.untouched = captured.untouched
+        self.root, self.graph = region.graph_module, region.graph_module.graph
+        self.opaque, self.untouched = captured.untraced, captured.untouched
         self.python = python_values(self.graph)
-        self.rows = {node: row for node in self.graph.nodes if (row := self._row(node)) is not None}
+        known = (node for node in self.graph.nodes if node not in self.python and not self._is_entered(node))
+        self.rows = {node: row for node in known if (row := row_of(node, self.root)) is not None}
         keeps_chains = config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
         absorbs = None if profile.inputs is None else profile.absorbs
         chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
@@ -180,9 +172,7 @@ class _RegionPlanner:
 
     def make(self) -> Wants:
         static = static_values(self.graph)  # computing a weight is not arithmetic on activations
-        for node in self.graph.nodes:
-            if node.op not in ("call_module", "call_function", "call_method") or node in self.python:
-                continue
+        for node in (node for node in self.graph.nodes if node.op.startswith("call_") and node not in self.python):
             row = self.rows.get(node)
             is_layer = node.op == "call_module" and row is not None and row.kind is OpKind.WEIGHTED
             if node not in static or is_layer:
@@ -194,16 +184,16 @@ class _RegionPlanner:
         name = layer_name(self.path, node)
         if node.op == "call_module" and LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name):
             return True
-        kinds: tuple[Literal["W", "A"], ...] = ("W", "A") if self.rows[node].kind is OpKind.WEIGHTED else ("A",)
-        return all(self.config.resolve(kind, name).QUANTIZER.DISABLE for kind in kinds)
+        is_weight_off = self.rows[node].kind is not OpKind.WEIGHTED or self.config.resolve("W", name).QUANTIZER.DISABLE
+        return is_weight_off and self.config.resolve("A", name).QUANTIZER.DISABLE
 
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
         if node.op == "call_module" and (name in self.untouched or self.draft.is_skipped(name)):
             return
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:
-                op = type(self.root.get_submodule(str(node.target))) if node.op == "call_module" else node.target
-                self.draft.note_float(name, row, op)
+                module = module_of(node, self.root)
+                self.draft.note_float(name, row, node.target if module is None else type(module))
             return
         self.draft.layers.append(name)
         activation = self.config.resolve("A", name)
@@ -214,53 +204,49 @@ class _RegionPlanner:
         weight = self.config.resolve("W", name) if row.kind is OpKind.WEIGHTED else None
         self.draft.note_disabled(name, activation, weight)
         if _enabled(activation) is not None:
-            written = overwritten(node, self.root)
-            hidden = [source for source in self._sources(node, row) if source in self.hidden]
-            sources = [s for s in self._sources(node, row) if s is not written and s not in self.hidden]
-            if sources:
-                self.out.inputs[node] = dict.fromkeys(sources, activation)
-            elif written is not None:
-                self.draft.floats[name] = IN_PLACE
-            elif hidden:
-                self.draft.floats[name] = HIDDEN
-            elif reads_as_divisor(node):
-                self.draft.floats[name] = "a number divided by a tensor: the divisor stays in float"
-            for divisor in reads_as_divisor(node) if sources else ():
-                self.draft.floats[f"{name}: divisor {layer_name(self.path, divisor)}"] = (
-                    "rounded to zero it would give infinity"
-                )
-            if row.name in self.profile.gates and written is None:
-                self.out.gates[node] = activation
-            if row.name in self.profile.outputs:
-                self.out.outputs[chain_end(node, self.absorbed)] = activation
+            self._place_activations(node, row, name, activation)
         if weight is not None and _enabled(weight) is not None:
             self._check_apart(node, row, weight)
-            if node.op == "call_module":
-                module = self.root.get_submodule(str(node.target))
+            if (module := module_of(node, self.root)) is not None:
                 _check_groups(name, weight, module, row, self.config.BACKEND)
             self.out.weights[node] = weight
+
+    def _place_activations(self, node: fx.Node, row: OpRow, name: str, activation: ActivationConfig) -> None:
+        written, divisors, floats = overwritten(node, self.root), reads_as_divisor(node), self.draft.floats
+        every = self._sources(node, row)
+        if sources := [s for s in every if s is not written and s not in self.hidden]:
+            self.out.inputs[node] = dict.fromkeys(sources, activation)
+            for divisor in divisors:
+                shown = layer_name(self.path, divisor)
+                floats[f"{name}: divisor {shown}"] = "rounded to zero it would give infinity"
+        elif written is not None:
+            floats[name] = IN_PLACE
+        elif not self.hidden.isdisjoint(every):
+            floats[name] = HIDDEN
+        elif divisors:
+            floats[name] = "a number divided by a tensor: the divisor stays in float"
+        if row.name in self.profile.gates and written is None:
+            self.out.gates[node] = activation
+        if row.name in self.profile.outputs:
+            self.out.outputs[chain_end(node, self.absorbed)] = activation
 
     def _check_apart(self, node: fx.Node, row: OpRow, weight: WeightConfig) -> None:
         """Raise for a weight whose format the runtime does not support after a quantized output."""
         if format_of(weight) not in self.profile.apart:
             return
-        for source in self._sources(node, row):
-            while source not in self.out.outputs and self._tensors(source):
-                if source not in self.rows or not keeps_grid(self.rows[source], source, self.root):
-                    break
-                source = self._tensors(source)[0]
-            if source in self.out.outputs:
-                layer = layer_name(self.path, _head(source, self.absorbed))
-                raise BackendError(
-                    f"W.QUANTIZER.TYPE={weight.QUANTIZER.TYPE} at {layer_name(self.path, node)}: its input is the "
-                    f"quantized output of {layer}, and {self.profile.name} fuses the layer into an integer kernel, "
-                    f"which takes no {weight.QUANTIZER.TYPE} weight; set "
-                    f"A.QUANTIZER.DISABLE: true at {layer} too, another W.QUANTIZER.TYPE here, or BACKEND: virtual"
-                )
+        for output in filter(None, map(self._output_of, self._sources(node, row))):
+            name, layer = layer_name(self.path, node), layer_name(self.path, _head(output, self.absorbed))
+            kind = weight.QUANTIZER.TYPE
+            raise BackendError(
+                f"W.QUANTIZER.TYPE={kind} at {name}: its input is the quantized output of {layer}, and "
+                f"{self.profile.name} fuses the layer into an integer kernel, which takes no {kind} weight; set "
+                f"A.QUANTIZER.DISABLE: true at {layer} too, another W.QUANTIZER.TYPE here, or BACKEND: virtual"
+            )
 
     def _why_float(self, node: fx.Node, row: OpRow, activation: ActivationConfig) -> str:
         """Why this op gets no quantizer; empty if it gets one."""
-        if node.op == "call_module" and _is_complex(self.root.get_submodule(str(node.target))):
+        module = module_of(node, self.root)
+        if module is not None and _is_complex(module):
             return COMPLEX
         if node in self.absorbed:
             return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
@@ -287,13 +273,11 @@ class _RegionPlanner:
         next add or concat, and not through moves that turn an image into tokens: the stem's convolution does not make a
         transformer's residual stream a CNN's.
         """
-        row = self.rows[node]
-        stops = _ENDS_FOR_ADDS if row.name == "add" else frozenset()
-        return self._is_fed(node, row, stops)
+        return self._is_fed(node, self.rows[node], _ENDS_FOR_ADDS if self.rows[node].name == "add" else frozenset())
 
     def _is_fed(self, node: fx.Node, row: OpRow, stops: frozenset[str]) -> bool:
         sources = self._tensors(node)
-        if row.name == "mul" and (len(sources) < 2 or not any(self._is_on_grid(source) for source in sources)):
+        if row.name == "mul" and (len(sources) < 2 or not any(map(self._output_of, sources))):
             return False
         among = all if row.name in _FED_BY_ALL else any
         return among(self._comes_from_conv(source, stops) for source in sources)
@@ -310,27 +294,25 @@ class _RegionPlanner:
             self.conv_fed[node, stops] = self._is_fed(node, row, stops)
         return self.conv_fed[node, stops]
 
-    def _is_on_grid(self, node: fx.Node) -> bool:
-        """Whether the value is a quantized output, possibly moved since."""
+    def _output_of(self, node: fx.Node) -> fx.Node | None:
+        """The quantized output that this value is, possibly moved since; None if it is on no grid."""
         while node not in self.out.outputs:
             row, sources = self.rows.get(node), self._tensors(node)
             if row is None or not sources or not keeps_grid(row, node, self.root):
-                return False
+                return None
             node = sources[0]
-        return True
+        return node
 
     def _tensors(self, node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if source not in self.python]
 
     def _sources(self, node: fx.Node, row: OpRow) -> list[fx.Node]:
-        values: list[Any]
+        values: list[Any] = []
         if row.kind is OpKind.MULTI:
             values = list(tensor_arguments(row, node.args, node.kwargs).values())
-            if row.name in PRODUCTS:
-                values = [value for value in values if not self._is_stack(value)]
-        else:
-            place = input_argument(row, node.args, node.kwargs, is_module=node.op == "call_module")
-            values = [node.kwargs[place] if isinstance(place, str) else node.args[place]] if place is not None else []
+            values = [value for value in values if row.name not in PRODUCTS or not self._is_stack(value)]
+        elif (place := input_argument(row, node.args, node.kwargs, is_module=node.op == "call_module")) is not None:
+            values = [node.kwargs[place] if isinstance(place, str) else node.args[place]]
         return list(dict.fromkeys(source for value in values for source in tensor_inputs(value, self.python)))
 
     def _is_stack(self, value: Any) -> bool:
@@ -343,14 +325,10 @@ class _RegionPlanner:
         found = attrgetter(str(value.target))(self.root) if isinstance(value, fx.Node) else None
         return isinstance(found, nn.Parameter) and sum(size > 1 for size in found.shape) > 2
 
-    def _row(self, node: fx.Node) -> OpRow | None:
-        return None if node in self.python or self._is_entered(node) else row_of(node, self.root)
-
     def _is_entered(self, node: fx.Node) -> bool:
         """Whether the node is an untraced module whose layers are planned one by one."""
-        if node.op != "call_module" or layer_name(self.path, node) not in self.opaque:
-            return False
-        return any(True for _ in self.root.get_submodule(str(node.target)).children())
+        module = module_of(node, self.root)
+        return module is not None and layer_name(self.path, node) in self.opaque and bool(list(module.children()))
 
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
@@ -378,10 +356,3 @@ def _wants(row: OpRow, profile: RuntimeProfile) -> bool:
 
 def _enabled(config: C | None) -> C | None:
     return None if config is None or config.QUANTIZER.DISABLE else config
-
-
-def _value_at(config: QuantConfig, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,6 +32,7 @@ from sparsebit.registry import OBSERVERS, QUANTIZERS
 
 Role = Literal["input", "weight", "output", "shared", "gate"]
 _ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
+_ROLE = re.compile(rf"(.*)\.((?:{'|'.join(_ROLES)})(?:\..*)?)$", re.DOTALL)  # the last role in the name
 _SPEC_FIELDS = frozenset({"bits", "symmetric", "granularity", "narrow", "format"})
 _SITE_FIELDS = frozenset({"quantizer", "observer", "quantizer_options", "observer_options"})
 _DEFAULT_PAST = MovingAverageOptions().EMA_RATIO
@@ -42,8 +44,7 @@ class Site:
     """One tensor that is quantized.
 
     `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names. Options that are
-    None are those of the config. `ema_ratio`: the weight of the past if a range follows the data in
-    training.
+    None are those of the config. `ema_ratio`: the weight of the past if a range follows the data in training.
     """
 
     name: str
@@ -61,10 +62,9 @@ class Site:
 
     def replace(self, **changes: Any) -> Site:
         """A changed site. Fields of the number format (`bits`, `symmetric`, `granularity`, …) may be given directly."""
-        unknown = changes.keys() - _SPEC_FIELDS - _SITE_FIELDS - {"spec"}
-        if unknown:
-            allowed = ", ".join(sorted(_SPEC_FIELDS | _SITE_FIELDS | {"spec"}))
-            raise ConfigError(f"{self.name}: a site has no {', '.join(map(repr, sorted(unknown)))}; allowed: {allowed}")
+        allowed = _SPEC_FIELDS | _SITE_FIELDS | {"spec"}
+        if unknown := ", ".join(map(repr, sorted(changes.keys() - allowed))):
+            raise ConfigError(f"{self.name}: a site has no {unknown}; allowed: {', '.join(sorted(allowed))}")
         for key, known in (("quantizer", QUANTIZERS), ("observer", OBSERVERS)):
             if key in changes:
                 changes[key] = known.canonical(changes[key])
@@ -81,47 +81,39 @@ class Site:
 
     def completed(self, planned: Site) -> Site:
         """With the options of the config's planned site, if this one has none and is of the same kind."""
-        changes = {
-            f"{kind}_options": getattr(planned, f"{kind}_options")
-            for kind in ("quantizer", "observer")
-            if getattr(self, f"{kind}_options") is None and getattr(self, kind) == getattr(planned, kind)
-        }
-        return dataclasses.replace(self, **changes)
+        same = [kind for kind in ("quantizer", "observer") if getattr(self, kind) == getattr(planned, kind)]
+        keys = [f"{kind}_options" for kind in same if getattr(self, f"{kind}_options") is None]
+        return dataclasses.replace(self, **{key: getattr(planned, key) for key in keys})
 
     @classmethod
     def from_dict(cls, name: str, values: Mapping[str, Any]) -> Site:
         """The site from a result of `to_dict`."""
         try:
-            more: dict[str, Any] = {
-                f"{kind}_options": _options(name, kind, values) for kind in ("quantizer", "observer")
-            }
+            more = {f"{kind}_options": _options(name, kind, values) for kind in ("quantizer", "observer")}
             granularity = _granularity(**values["granularity"])
             form = {key: values[key] for key in ("bits", "symmetric", "narrow", "format")}
             spec = TensorSpec(granularity=granularity, **form)
-            more |= {"ema_ratio": values["ema_ratio"]} if "ema_ratio" in values else {}
-            return cls(name, values["role"], spec, values["quantizer"], values["observer"], **more)
+            past = values.get("ema_ratio", _DEFAULT_PAST)
+            return cls(name, values["role"], spec, values["quantizer"], values["observer"], **more, ema_ratio=past)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only if there are any."""
-        granularity = self.spec.granularity
-        options = {key: getattr(self, key) for key in ("quantizer_options", "observer_options")}
+        spec, granularity = self.spec, self.spec.granularity
+        options = {"quantizer_options": self.quantizer_options, "observer_options": self.observer_options}
+        given = {key: section for key, section in options.items() if section and type(section).model_fields}
         return {
             "role": self.role,
-            "bits": self.spec.bits,
-            "symmetric": self.spec.symmetric,
+            "bits": spec.bits,
+            "symmetric": spec.symmetric,
             "granularity": {"kind": granularity.kind, "axis": granularity.axis, "size": granularity.size},
-            "narrow": self.spec.narrow,
-            "format": self.spec.format,
+            "narrow": spec.narrow,
+            "format": spec.format,
             "quantizer": self.quantizer,
             "observer": self.observer,
             **({} if self.ema_ratio == _DEFAULT_PAST else {"ema_ratio": self.ema_ratio}),
-            **{
-                key: given.to_dict(defaults=True)
-                for key, given in options.items()
-                if given and type(given).model_fields
-            },
+            **{key: section.to_dict(defaults=True) for key, section in given.items()},
         }
 
 
@@ -171,18 +163,15 @@ class Plan(Mapping[str, Site]):
             if not names:
                 near = ", ".join(near_names(wanted, list(self.sites)))
                 raise ConfigError(f"the plan has no site {wanted!r}; near names: {near}")
-            for name in names:
-                if change is None:
-                    sites.pop(name, None)
-                    floats[name] = LEFT_OUT
-                    continue
-                site = change if isinstance(change, Site) else self.sites[name].replace(**change)
-                old = self.sites[name]
-                if (site.name, site.role) != (name, old.role):
-                    raise ConfigError(
-                        f"the plan has {name!r} ({old.role}), and its new site is called {site.name!r} ({site.role})"
-                    )
-                sites[name] = site
+            if change is None:
+                floats |= dict.fromkeys(names, LEFT_OUT)
+                sites = {name: site for name, site in sites.items() if name not in names}
+                continue
+            for old in map(self.sites.__getitem__, names):
+                sites[old.name] = site = change if isinstance(change, Site) else old.replace(**change)
+                if (site.name, site.role) != (old.name, old.role):
+                    shown = f"{old.name!r} ({old.role}), and its new site is called {site.name!r} ({site.role})"
+                    raise ConfigError(f"the plan has {shown}")
         changed = dataclasses.replace(self, sites=sites, floats=floats)
         for name, site in sites.items():
             if site is not self.sites[name]:
@@ -190,10 +179,7 @@ class Plan(Mapping[str, Site]):
         return changed
 
     def _is_beside_float(self, site: Site) -> bool:
-        """Whether the activations of a weight's layer are float: by the config, or because the plan leaves them out.
-
-        A plan does not show which op's quantized output a layer reads; in that case only the config counts.
-        """
+        """Whether the activations of a weight's layer are float, by the config or because the plan leaves them out."""
         layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a separate site, in `gru`
         return (
             self.floats.get(f"{site.layer}.input") == LEFT_OUT
@@ -212,9 +198,8 @@ class Plan(Mapping[str, Site]):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """The plan from a result of `to_dict`."""
-        missing = {"config", "sites"} - values.keys()
-        if missing:
-            raise ConfigError(f"not a plan: {', '.join(sorted(missing))} is missing; write it with Plan.to_dict()")
+        if missing := sorted({"config", "sites"} - values.keys()):
+            raise ConfigError(f"not a plan: {', '.join(missing)} is missing; write it with Plan.to_dict()")
         sites = {name: Site.from_dict(name, site) for name, site in values["sites"].items()}
         config = QuantConfig.from_dict(values["config"])
         return cls(config, sites, dict(values.get("floats", {})), warnings=tuple(values.get("warnings", ())))
@@ -234,10 +219,8 @@ class Plan(Mapping[str, Site]):
 
     def __str__(self) -> str:
         rows = [("site", "format", "scale per", "quantizer", "observer")]
-        rows += [
-            (site.name, site.spec.dtype_name, site.spec.granularity.kind, site.quantizer, site.observer)
-            for site in self.sites.values()
-        ]
+        specs = ((site, site.spec) for site in self.sites.values())
+        rows += [(one.name, spec.dtype_name, spec.granularity.kind, one.quantizer, one.observer) for one, spec in specs]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
@@ -256,9 +239,9 @@ def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:
 
 
 def _granularity(kind: str, axis: int | None, size: int) -> Granularity:
-    if kind == "group":
-        return PerGroup(cast("int", axis), size)
-    return PerTensor() if kind == "tensor" else PerChannel(cast("int", axis))
+    if kind == "tensor":
+        return PerTensor()
+    return PerGroup(cast("int", axis), size) if kind == "group" else PerChannel(cast("int", axis))
 
 
 def layer_name(region_path: str, node: fx.Node) -> str:
@@ -268,11 +251,8 @@ def layer_name(region_path: str, node: fx.Node) -> str:
 
 def split_site(site: str) -> tuple[str, str]:
     """A quantizer's name as layer and role: `layer1.conv.input.0` -> (`layer1.conv`, `input.0`)."""
-    parts = site.split(".")
-    for index in range(len(parts) - 1, 0, -1):
-        if parts[index] in _ROLES:
-            return ".".join(parts[:index]), ".".join(parts[index:])
-    return site, "input"
+    found = _ROLE.match(site)
+    return (found[1], found[2]) if found else (site, "input")
 
 
 def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
@@ -293,16 +273,11 @@ def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool 
     spec = spec_of(config, channel_axis)
     if narrow and is_weight and spec.format == "integer" and spec.symmetric and spec.bits == 8:
         spec = spec.replace(narrow=True)
-    return Site(
-        name,
-        "weight" if is_weight else cast("Role", role),
-        spec,
-        config.QUANTIZER.TYPE,
-        config.OBSERVER.TYPE,
-        selected_options(config.QUANTIZER),
-        selected_options(config.OBSERVER),
-        ema_ratio(config),
+    kinds, options = (
+        (config.QUANTIZER.TYPE, config.OBSERVER.TYPE),
+        (selected_options(config.QUANTIZER), selected_options(config.OBSERVER)),
     )
+    return Site(name, "weight" if is_weight else cast("Role", role), spec, *kinds, *options, ema_ratio(config))
 
 
 def activation_axis(config: ActivationConfig) -> int:
@@ -325,8 +300,7 @@ def check_change(new: Site, old: Site, config: QuantConfig, *, weight_only: bool
     if not is_for(kind, target):
         raise ConfigError(f"quantizer {new.quantizer!r} at {new.name}: it {mismatch(kind, target)}; set another one")
     known = _faults(old, config, config.BACKEND, weight_only)
-    faults = [fault for fault in _faults(new, config, config.BACKEND, weight_only) if fault not in known]
-    if faults:
+    if faults := [fault for fault in _faults(new, config, config.BACKEND, weight_only) if fault not in known]:
         anywhere = _faults(new, config, "virtual", weight_only)
         error = ConfigError if all(fault in anywhere for fault in faults) else BackendError
         raise error("\n  ".join(f"{_shown(new, fault)} at {new.name}: {fault.reason}" for fault in faults))
@@ -349,10 +323,9 @@ def _faults(site: Site, config: QuantConfig, backend: str, weight_only: bool) ->
 
 def _shown(site: Site, fault: Fault) -> str:
     """The property of the site that the fault is about: `4-bit per-channel-symmetric`, `observer 'mse'`."""
-    if fault.key[1:] == ("QUANTIZER", "TYPE"):
-        return f"quantizer {site.quantizer!r}"
-    if fault.key[1:] == ("OBSERVER", "TYPE"):
-        return f"observer {site.observer!r}"
+    kind = fault.key[1].lower() if fault.key[1:] in (("QUANTIZER", "TYPE"), ("OBSERVER", "TYPE")) else ""
+    if kind:
+        return f"{kind} {getattr(site, kind)!r}"
     return f"{'fp8' if site.spec.format == 'float8' else f'{site.spec.bits}-bit'} {_scheme(site)}"
 
 

@@ -27,17 +27,13 @@ class Writes:
         self._places: dict[fx.Node, list[int]] = {}
 
     def num_before(self, reader: fx.Node, source: fx.Node) -> int:
-        """How often the memory of `source` is written between its definition and `reader`.
-
-        Readers with the same number see the same values.
-        """
+        """How often the memory of `source` is written before `reader`; with equal numbers, readers see equal values."""
         places = self._written_at(source)
         return bisect_left(places, self._order[reader]) - bisect_left(places, self._order[source] + 1)
 
     def any_after(self, source: fx.Node) -> bool:
         """Whether the memory of `source` is written after its definition."""
-        places = self._written_at(source)
-        return bool(places) and places[-1] > self._order[source]
+        return self._written_at(source)[-1:] > [self._order[source]]  # an empty list is the smaller one
 
     def any_from(self, reader: fx.Node, source: fx.Node) -> bool:
         """Whether the memory of `source` is written by `reader` itself or after it."""
@@ -48,9 +44,8 @@ class Writes:
         return self._written_since(self._order[reader] + 1, source)
 
     def _written_since(self, index: int, source: fx.Node) -> bool:
-        places = self._written_at(source)
         is_shared = not self._written_outside.isdisjoint(self._families.of(source))
-        return is_shared or (bool(places) and places[-1] >= index)
+        return is_shared or self._written_at(source)[-1:] >= [index]
 
     def first(self, readers: list[fx.Node]) -> fx.Node:
         """The reader that runs first."""

@@ -60,11 +60,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of a folder, checked.
-
-    A fault counts only if the folder did not change meanwhile; otherwise another process has just saved, and it is
-    read again.
-    """
+    """The description and the tensors of a folder, checked; read again if another process saves into it meanwhile."""
     path = Path(folder)
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -86,14 +82,10 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def encode(value: Any) -> Any:
-    """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`.
-
-    Returns None for values without such a form.
-    """
-    try:
+    """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`; None: it has no form."""
+    with contextlib.suppress(TypeError):
         return _encode(value)
-    except TypeError:
-        return None
+    return None
 
 
 def decode(value: Any) -> Any:
@@ -117,16 +109,19 @@ def _encode(value: Any) -> dict[str, Any]:
 
 
 def _decode(value: Any) -> Any:
-    if value is None:
-        return None
-    kind = next(iter(value))
-    if kind == "tensor":
-        return torch.empty(value["tensor"], dtype=getattr(torch, value["dtype"]), device="meta")
-    if kind == "dict":
-        return {name: _decode(item) for name, item in value["dict"].items()}
-    if kind in ("tuple", "list"):
-        return {"tuple": tuple, "list": list}[kind](_decode(item) for item in value[kind])
-    return value["value"]
+    match value:
+        case None:
+            return None
+        case {"tensor": shape, "dtype": dtype}:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        case {"dict": items}:
+            return {name: _decode(item) for name, item in items.items()}
+        case {"tuple": items}:
+            return tuple(map(_decode, items))
+        case {"list": items}:
+            return list(map(_decode, items))
+        case _:
+            return value["value"]
 
 
 def _publish(staged: Path, target: Path, key: str) -> None:
@@ -190,41 +185,31 @@ def _move(source: Path, target: Path) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     description = manifest.read(folder / MANIFEST)
-    key = description["key"]
-    path = folder / f"{_PENDING}{key}"
-    if not path.is_file():
-        path = folder / TENSORS
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; save the model again")
+    key, path = description["key"], folder / TENSORS
+    if (pending := folder / f"{_PENDING}{key}").is_file():
+        path = pending
+    fault = ""
     try:
-        _check_tensors(path, key, description["files"][TENSORS]["sha256"])
-        tensors = load_file(path)
-        return description, tensors | {name: tensors[other] for name, other in description["aliases"].items()}
-    except CheckpointError:
-        raise
+        if not path.is_file():
+            fault = "is missing"
+        elif (found := _key_of(path)) not in (key, None):
+            fault = f"and {MANIFEST} come from different savings"
+        elif found is None or sha256_of(path) != description["files"][TENSORS]["sha256"]:
+            fault = f"is damaged (it is not the file that {MANIFEST} was written with: its checksum differs)"
+        else:
+            tensors = load_file(path)
+            return description, tensors | {name: tensors[other] for name, other in description["aliases"].items()}
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
-
-
-def _check_tensors(path: Path, key: str, sha256: str) -> None:
-    found = _key_of(path)
-    if found not in (key, None):
-        raise CheckpointError(f"{path} and {MANIFEST} come from different savings; save the model again")
-    if found is None or sha256_of(path) != sha256:
-        raise CheckpointError(
-            f"{path} is damaged (it is not the file that {MANIFEST} was written with: its checksum differs); save the "
-            "model again, or take the file from a copy"
-        )
+        fault = f"is damaged ({error})"
+    raise CheckpointError(f"{path} {fault}; save the model again, or take the file from a copy")
 
 
 def _state(folder: Path) -> list[tuple[Any, ...]]:
     """A description of the files in the folder, used to detect a change."""
-    found = []
     with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            status = (folder / name).stat()
-            found.append((name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return found
+        found = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        return sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
+    return []
 
 
 def _key_of(path: Path) -> str | None:
@@ -245,9 +230,8 @@ def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
-        if key in first:
+        if first.setdefault(key, name) != name:
             aliases[name] = first[key]
         else:
-            first[key] = name
             tensors[name] = tensor.detach().contiguous().clone()
     return tensors, aliases

@@ -1,8 +1,4 @@
-"""`sparsebit.json`, the manifest of a saved model: how it is written, and how it is checked on reading.
-
-It holds a checksum of itself and of the file of tensors. `graphs` holds the structure of the captured graphs, which is
-compared when the folder is loaded.
-"""
+"""`sparsebit.json`, the manifest of a saved model, with a checksum of itself and of the file of tensors."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from sparsebit.version import __version__
 NAME = "sparsebit.json"
 FORMAT = "sparsebit-quantized"
 VERSION = 5  # the first that was released
+_WANTED = "give a folder that QuantModel.save() wrote"
 
 
 class _Switches(BaseModel):
@@ -55,50 +52,38 @@ class _Manifest(BaseModel):
 
 def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
     """The manifest as text. `files`: `bytes` and `sha256` of each file next to it."""
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "sparsebit": __version__,
-        "torch": str(torch.__version__),
-        "key": key,
-        **description,
-        "aliases": aliases,
-        "files": files,
-    }
+    head = {"format": FORMAT, "version": VERSION, "sparsebit": __version__, "torch": str(torch.__version__), "key": key}
+    manifest = {**head, **description, "aliases": aliases, "files": files}
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=2) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
     """The manifest, checked."""
     try:
-        raw = path.read_bytes()
+        manifest = json.loads(path.read_bytes())
+        is_ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+        if is_ours and (version := manifest.get("version")) == VERSION:
+            if manifest.pop("checksum", None) == _checksum(manifest):
+                _Manifest.model_validate(manifest)
+                return dict(manifest)
+            fault = f"{path} {_damaged('it is not what was saved: its checksum differs')}"
+        elif is_ours:
+            fault = f"{path} has format version {version}; this sparsebit reads version {VERSION}; save the model again"
+        else:
+            fault = f"{path} is not a sparsebit checkpoint; {_WANTED}"
     except OSError as error:
-        if path.exists():
-            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
-        raise CheckpointError(f"{path.parent} holds no {NAME}; give a folder that QuantModel.save() wrote") from None
-    try:
-        manifest = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a sparsebit checkpoint; give a folder that QuantModel.save() wrote")
-    version = manifest.get("version")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version}; this sparsebit reads version {VERSION}; save the model again"
-        )
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise _damaged(path, "it is not what was saved: its checksum differs")
-    try:
-        _Manifest.model_validate(manifest)
+        is_there = path.exists()
+        fault = f"{path} cannot be read ({error.strerror})" if is_there else f"{path.parent} holds no {NAME}; {_WANTED}"
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
-        raise _damaged(path, "; ".join(faults)) from None
-    return manifest
+        fault = f"{path} {_damaged('; '.join(faults))}"
+    except (ValueError, RecursionError) as error:
+        fault = f"{path} {_damaged(str(error))}"
+    raise CheckpointError(fault)
 
 
-def _damaged(path: Path, how: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged ({how}); save the model again, or take the file from a copy")
+def _damaged(how: str) -> str:
+    return f"is damaged ({how}); save the model again, or take the file from a copy"
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

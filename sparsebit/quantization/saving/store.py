@@ -24,9 +24,8 @@ from sparsebit.quantization.building.attach_integer_ops import make_room_for_bia
 from sparsebit.quantization.building.build import Blueprint, leaf_policy
 from sparsebit.quantization.building.inserted_factors import InsertedFactor
 from sparsebit.quantization.building.stages import Transform, name_of
-from sparsebit.quantization.calibrating.float_values import originals_of
 from sparsebit.quantization.calibrating.fold_batchnorm import fold_norms
-from sparsebit.quantization.calibrating.model_state import require_captured_values, require_settled
+from sparsebit.quantization.calibrating.model_state import originals_of, require_captured_values, require_settled
 from sparsebit.quantization.calibrating.site_changes import insert_factors
 from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules
 from sparsebit.quantization.planning.sites import Plan
@@ -64,9 +63,7 @@ def load(
     description, tensors = checkpoint.read(folder)
     saved, given = description["transforms"], [name_of(step) for step in transforms]
     if saved != given:
-        raise CheckpointError(
-            f"{folder} was built with transforms={saved}, load() is given {given}; give those functions"
-        )
+        raise CheckpointError(f"{folder} was built with transforms={saved}, load() is given {given}; give those")
     if device is not None:
         description["config"]["DEVICE"] = device
     example = checkpoint.decode(description["example"]) if example_inputs is None else as_call(example_inputs, model)
@@ -77,10 +74,8 @@ def load(
     except SparsebitError:
         raise
     except Exception as error:  # errors of torch and the model's own code if the tensors do not fit
-        raise CheckpointError(
-            f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
-            f"example_inputs that it was built with:\n{error}"
-        ) from error
+        other = f"another model than the {type(model).__name__} given, or needs its example_inputs"
+        raise CheckpointError(f"{folder} was saved from {other}:\n{error}") from error
 
 
 def with_plan(qmodel: Model, plan: Plan) -> Model:
@@ -149,9 +144,8 @@ def revived(
         plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
         cuts = {name: description[name] for name in ("own_code", "untouched")}
         policy = leaf_policy(config, **cuts)
-        blueprint = Blueprint.of(
-            model, config, policy, plan=plan, transforms=transforms, saved_structure=description["graphs"]
-        )
+        graphs = description["graphs"]
+        blueprint = Blueprint.of(model, config, policy, plan=plan, transforms=transforms, saved_structure=graphs)
         qmodel = kind.built_from(blueprint, example)
     fold_norms(qmodel, lambda name, *_: name in description["folded_layers"])
     if inserted := [InsertedFactor.from_dict(record) for record in description["inserted_factors"]]:
@@ -167,30 +161,20 @@ def revived(
         switches = description["switches"]
         qmodel.set_quant(switches["weight"], switches["activation"])
     else:
-        _load_all_but_quantizers(qmodel, tensors)
+        quantizers = tuple(f"{name}." for name, module in qmodel.named_modules() if isinstance(module, Quantizer))
+        own = qmodel.state_dict()
+        rest = {key: value for key, value in tensors.items() if key in own and not key.startswith(quantizers)}
+        qmodel.load_state_dict({**own, **rest})
     qmodel.applied_algorithms = tuple(description["algorithms"])
     qmodel.float_values_are_lost = description["weights_changed"]
     return qmodel.eval()
 
 
-def _load_all_but_quantizers(qmodel: SimulatedModel, tensors: dict[str, Tensor]) -> None:
-    quantizers = [name for name, module in qmodel.named_modules() if isinstance(module, Quantizer)]
-    own = qmodel.state_dict()
-    rest = {key for key in own if not key.startswith(tuple(f"{name}." for name in quantizers))}
-    qmodel.load_state_dict({key: tensors.get(key, value) if key in rest else value for key, value in own.items()})
-
-
 def reduced(qmodel: SimulatedModel) -> tuple[Any, ...]:
     """For `__reduce__`: a function and its arguments, from which pickle rebuilds the model."""
     require_captured_values(qmodel, "pickle")
-    parts = (
-        qmodel.original,
-        description_of(qmodel),
-        qmodel.built.example,
-        qmodel.state_dict(),
-        qmodel.blueprint.transforms,
-    )
-    return _unpickled, (type(qmodel), qmodel.training, *parts)
+    made_of = qmodel.original, description_of(qmodel), qmodel.built.example
+    return _unpickled, (type(qmodel), qmodel.training, *made_of, qmodel.state_dict(), qmodel.blueprint.transforms)
 
 
 def _unpickled(kind: type[SimulatedModel], training: bool, *parts: Any) -> SimulatedModel:

@@ -21,7 +21,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting import export
 from sparsebit.quantization.exporting.export_checks import check_parity
-from sparsebit.quantization.exporting.simulated_codes import simulated_codes
+from sparsebit.quantization.exporting.stored_parameters import simulated_codes
 from tests.deploy.exported_files import initializers, op_types
 from tests.quantization.tiny import calibrated, qconfig
 

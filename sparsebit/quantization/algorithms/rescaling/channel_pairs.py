@@ -9,23 +9,26 @@ and the model's function stays the same. Pairs are found by following the channe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.ops.op_rows import OpKind
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.rounding.layer_matrix import layer_matrix
 from sparsebit.quantization.algorithms.layer_visits import has_one_input
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
-    along_inputs,
     along_outputs,
+    input_sizes,
+    largest_by_channel,
+    num_dims,
     num_inputs,
     num_outputs,
 )
@@ -65,18 +68,13 @@ class Reader:
     layer: nn.Module
     channels: Tensor
 
-    @property
-    def multiplied(self) -> Scaled:
-        return self.layer.get_parameter("weight"), lambda factor: along_inputs(self.layer, self.factors(factor))
-
     def factors(self, factor: Tensor) -> Tensor:
         """The factor of each input, 1 for those of other tensors: `(channels,)` -> `(in,)`."""
         channels = self.channels.to(factor.device)
         return torch.where(channels >= 0, factor[channels.clamp_min(0).long()], torch.ones_like(factor[:1]))
 
 
-@dataclass(frozen=True)
-class Clip:
+class Clip(NamedTuple):
     """An op between the layers that clips to `[low, high]`; `labels`: of the channels in its input."""
 
     node: fx.Node
@@ -89,23 +87,30 @@ class Clip:
 class ChannelPair:
     """One source and its readers. `is_free (channels,)`: channels that may be scaled; `reasons`: why others may not.
 
-    `layer`: the source's, None for a norm. `divided`: the source's parameters. `between`: nodes that the channels pass.
+    `layer`: the source's, None for a norm. `divided`: the source's parameters.
     """
 
     name: str
-    source: fx.Node
     layer: nn.Module | None
     divided: tuple[Scaled, ...]
     readers: tuple[Reader, ...]
     is_free: Tensor
     clips: tuple[Clip, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
-    between: tuple[fx.Node, ...] = ()
     only_moves: bool = True  # only ReLU and moves in between, so that a constant stays one
 
     @property
     def num_channels(self) -> int:
         return len(self.is_free)
+
+    @property
+    def read_sizes(self) -> Tensor:
+        """The largest magnitude among the weights that read each channel, `(channels,)` float64."""
+        found = torch.zeros(self.num_channels, dtype=torch.float64, device=self.is_free.device)
+        for reader in self.readers:
+            sizes = input_sizes(reader.layer).double()
+            found = torch.maximum(found, largest_by_channel(sizes, reader.channels, self.num_channels))
+        return found
 
     @property
     def reason(self) -> str:
@@ -114,20 +119,11 @@ class ChannelPair:
 
 
 def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[ChannelPair]:
-    """Every source of the graph with the layers that read its channels, in the order of the graph.
-
-    `values`: the value of each node on an example. A pair whose channels must all keep their scale has no free ones,
-    and `reasons` explain it.
-    """
+    """Every source with its readers, in the order of the graph; `values`: the value of each node on an example."""
     owners = _Owners(root)
-    found = []
-    for node in root.graph.nodes:
-        source = _source(node, root, values, owners)
-        if source is not None:
-            pair = _follow(node, root, values, owners, *source)
-            if pair.readers or pair.reasons:
-                found.append(pair)
-    return found
+    sources = ((node, _source(node, root, values, owners)) for node in root.graph.nodes)
+    pairs = (_follow(node, root, values, owners, source) for node, source in sources if source is not None)
+    return [pair for pair in pairs if pair.readers or pair.reasons]
 
 
 def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
@@ -135,9 +131,8 @@ def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
     owners, found = _Owners(root), []
     for node in root.graph.find_nodes(op="call_module"):
         op = op_of(node, root)
-        if op.row is None or op.row.kind is not OpKind.WEIGHTED or not has_one_input(node):
-            continue
-        if layer_matrix(op.call) is not None and not owners.why_not(op):
+        is_layer = op.row is not None and op.row.kind is OpKind.WEIGHTED and has_one_input(node)
+        if is_layer and layer_matrix(op.call) is not None and not owners.why_not(op):
             found.append(node)
     return found
 
@@ -145,70 +140,69 @@ def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
 # --- where channels come from
 
 
-_Source = tuple[nn.Module | None, tuple[Scaled, ...], Tensor]
+class _Source(NamedTuple):
+    layer: nn.Module | None
+    divided: tuple[Scaled, ...]
+    labels: Tensor  # of the output
 
 
 def _source(node: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], owners: _Owners) -> _Source | None:
-    """The layer, the parameters to divide, and the labels of the output, for a node that can be scaled."""
+    """The node as a source of channels; None if its output cannot be scaled."""
     shape = values[node].shape
-    if node.op not in ("call_module", "call_function", "call_method") or shape is None:
-        return None
-    op = op_of(node, root)
-    if op.row is None or op.is_watched:
+    op = op_of(node, root) if node.op in ("call_module", "call_function", "call_method") else None
+    if shape is None or op is None or op.row is None or op.is_watched:
         return None
     if op.row.kind is OpKind.WEIGHTED and isinstance(op.call, nn.Module):
         layer = op.call
         if owners.why_not(op) or layer_matrix(layer) is None:
             return None
-        axis = len(shape) - len(layer.kernel_size) - 1 if isinstance(layer, _ConvNd) else len(shape) - 1
         weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
         divided: list[Scaled] = [(weight, lambda factor: along_outputs(layer, factor))]
         divided += [(bias, lambda factor: factor)] if bias is not None else []
-        return layer, tuple(divided), _labels(num_outputs(layer), axis, shape, weight.device)
-    parameters = _affine(op, root, owners)
+        axis = len(shape) - num_dims(layer) - 1
+        return _Source(layer, tuple(divided), _labels(num_outputs(layer), axis, shape, weight.device))
+    parameters = _affine(op, owners)
     if not parameters:
         return None
     first = parameters[0]
     scaled: tuple[Scaled, ...] = tuple((p, lambda factor, p=p: factor.reshape(p.shape)) for p in parameters)  # type: ignore[misc]
     if op.row.name in _NORM_FUNCTIONS and op.row.name not in _OVER_LAST_AXES:
-        return None, scaled, _labels(first.numel(), 1, shape, first.device)
+        return _Source(None, scaled, _labels(first.numel(), 1, shape, first.device))
     while first.ndim and first.shape[0] == 1:  # (1, 1, C): the leading axes are broadcast
         first = first[0]
     if first.shape != shape[len(shape) - first.ndim :]:
         return None
     labels = torch.arange(first.numel(), dtype=torch.int32, device=first.device).reshape(first.shape)
-    return None, scaled, labels.expand(shape)
+    return _Source(None, scaled, labels.expand(shape))
 
 
-def _affine(op: Op, root: fx.GraphModule, owners: _Owners) -> list[Tensor]:
+def _affine(op: Op, owners: _Owners) -> list[Tensor]:
     """The parameters that scale and shift the op's output per channel: of a norm, or of a product with a parameter."""
     assert op.row is not None
     node, name = op.node, op.row.name
     if isinstance(op.call, ChannelFactor):
         return [op.call.factor]
+    found: list[Tensor | None] = []
     if isinstance(op.call, nn.Module):
-        if name not in _NORM_FUNCTIONS or not type(op.call).__module__.startswith("torch.nn."):
-            return []
+        is_norm = name in _NORM_FUNCTIONS and type(op.call).__module__.startswith("torch.nn.")
         own = [op.call._parameters.get(key) for key in ("weight", "bias")]
-        if own[0] is None or owners.why_not(op):
-            return []
-        return [parameter for parameter in own if parameter is not None]
-    if name in _NORM_FUNCTIONS:
+        if is_norm and own[0] is not None and not owners.why_not(op):
+            found = [parameter for parameter in own if parameter is not None]
+    elif name in _NORM_FUNCTIONS:
         given = dict(zip(_NORM_FUNCTIONS[name], node.args, strict=False)) | dict(node.kwargs)
-        sources = [given.get(key) for key in ("weight", "bias")]
-        if sources[0] is None:
-            return []
-        found = [owners.parameter_at(source) for source in sources if source is not None]
-        return [parameter for parameter in found if parameter is not None] if all(p is not None for p in found) else []
-    if name == "mul" and node.op == "call_function":  # the last step of a norm that is written out
-        parameters = [p for p in (owners.parameter_at(source) for source in node.all_input_nodes) if p is not None]
-        return parameters if len(parameters) == 1 and len(node.all_input_nodes) == 2 else []
-    return []
+        if given.get("weight") is not None:
+            sources = [given[key] for key in ("weight", "bias") if given.get(key) is not None]
+            found = [owners.parameter_at(source) for source in sources]
+    elif name == "mul" and node.op == "call_function":  # the last step of a norm that is written out
+        parameters = [p for p in map(owners.parameter_at, node.all_input_nodes) if p is not None]
+        found = [*parameters] if len(parameters) == 1 and len(node.all_input_nodes) == 2 else []
+    known = [parameter for parameter in found if parameter is not None]
+    return known if len(known) == len(found) else []
 
 
-def _labels(num_channels: int, axis: int, shape: Sequence[int], device: torch.device) -> Tensor:
+def _labels(num_channels: int, axis: int, shape: torch.Size, device: torch.device) -> Tensor:
     numbers = torch.arange(num_channels, dtype=torch.int32, device=device)
-    return numbers.reshape([-1 if place == axis else 1 for place in range(len(shape))]).expand(tuple(shape))
+    return numbers.reshape([-1 if place == axis else 1 for place in range(len(shape))]).expand(shape)
 
 
 class _Owners:
@@ -216,23 +210,16 @@ class _Owners:
 
     def __init__(self, root: fx.GraphModule) -> None:
         self.root = root
-        self.calls = Counter(
-            id(root.get_submodule(str(node.target))) for node in root.graph.nodes if node.op == "call_module"
-        )
-        parts = {id(part): part for part in root.modules()}.values()
-        registries = {id(part._parameters): part._parameters for part in parts}.values()
+        self.calls = Counter(id(module_of(node, root)) for node in root.graph.find_nodes(op="call_module"))
+        registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
         self.holders = Counter(_memory(p) for registry in registries for p in registry.values() if p is not None)
-        self.reads: Counter[int] = Counter()
-        for node in root.graph.find_nodes(op="get_attr"):
-            tensor = _attribute(root, str(node.target))
-            if isinstance(tensor, Tensor):
-                self.reads[_memory(tensor)] += 1
+        read = (attrgetter(str(node.target))(root) for node in root.graph.find_nodes(op="get_attr"))
+        self.reads = Counter(_memory(tensor) for tensor in read if isinstance(tensor, Tensor))
 
     def why_not(self, op: Op) -> str:
         """Why the parameters of the op's module must stay as they are; "" where they may change."""
-        node, module = op.node, op.call
-        outer = self.root.get_submodule(str(node.target))
-        if self.calls[id(outer)] > 1 or node.target in self.root.meta.get("shared", ()):
+        module, outer = op.call, self.root.get_submodule(str(op.node.target))
+        if self.calls[id(outer)] > 1 or op.node.target in self.root.meta.get("shared", ()):
             return "it is called several times"
         if is_intercepted(module) or is_intercepted(outer):
             return "a hook or a forward of your own runs there"
@@ -252,25 +239,21 @@ class _Owners:
             source = source.all_input_nodes[0]
         if not isinstance(source, fx.Node) or source.op != "get_attr" or len(source.users) != 1:
             return None
-        tensor = _attribute(self.root, str(source.target))
-        is_ours = isinstance(tensor, nn.Parameter) and self.reads[_memory(tensor)] == 1
-        return tensor if is_ours and isinstance(tensor, Tensor) and self.holders[_memory(tensor)] <= 1 else None
+        tensor = attrgetter(str(source.target))(self.root)
+        if not isinstance(tensor, nn.Parameter) or self.reads[_memory(tensor)] != 1:
+            return None
+        return tensor if self.holders[_memory(tensor)] <= 1 else None
 
 
 # --- where channels go
 
 
 def _follow(
-    source: fx.Node,
-    root: fx.GraphModule,
-    values: dict[fx.Node, Value],
-    owners: _Owners,
-    layer: nn.Module | None,
-    divided: tuple[Scaled, ...],
-    start: Tensor,
+    start: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], owners: _Owners, source: _Source
 ) -> ChannelPair:
-    labels: dict[fx.Node, Any] = {source: start}
-    is_free = torch.ones(int(start.max()) + 1 if start.numel() else 0, dtype=torch.bool, device=start.device)
+    labels: dict[fx.Node, Any] = {start: source.labels}
+    count = int(source.labels.max()) + 1 if source.labels.numel() else 0
+    is_free = torch.ones(count, dtype=torch.bool, device=source.labels.device)
     readers: list[Reader] = []
     clips: list[Clip] = []
     reasons: dict[str, str] = {}
@@ -283,12 +266,11 @@ def _follow(
             reasons[layer_name("", where)] = why
         is_free[held] = False
 
-    node = source.next
-    while node.op != "root":
+    for node in root.graph.nodes:  # those before `start` read none of the labels
         read = [labels[before] for before in node.all_input_nodes if before in labels]
         if read and node.op == "output":
             hold(read, node, "it is an output of the model")
-        elif read and not _is_python(values.get(node)):
+        elif read and not (values[node].shape is None and not values[node].holds_tensors):  # a size: a Python value
             try:
                 op = op_of(node, root)
                 if op.row is not None and op.row.kind is OpKind.WEIGHTED:
@@ -300,46 +282,30 @@ def _follow(
                         if scores in labels:
                             hold([labels[scores]], node, "scores of attention do not keep a scale per channel")
                     bounds = clip_bounds(op)
-                    if bounds is not None and bounds != (0.0, float("inf")):
+                    if bounds is not None and bounds != (0.0, torch.inf):
                         clips.append(Clip(node, *bounds, read[0]))
             except Refused as refusal:
                 hold(read, node, str(refusal))
-        node = node.next
     if not readers and not reaches_layer:
         reasons = {}  # no layer reads the channels, so there is nothing to report
-    between = tuple(n for n in labels if n is not source)
-    moves = all(op_of(n, root).name in _KEEP_CONSTANTS for n in between)
-    name = layer_name("", source)
-    return ChannelPair(name, source, layer, divided, tuple(readers), is_free, tuple(clips), reasons, between, moves)
+    moves = all(op_of(node, root).name in _KEEP_CONSTANTS for node in labels if node is not start)
+    name, layer, divided = layer_name("", start), source.layer, source.divided
+    return ChannelPair(name, layer, divided, tuple(readers), is_free, tuple(clips), reasons, moves)
 
 
 def _reader(op: Op, read: list[Any], owners: _Owners) -> Reader:
-    layer = op.call
-    if len(read) != 1 or not isinstance(read[0], Tensor) or not has_one_input(op.node):
+    layer, (labels, *others) = op.call, read
+    if others or not isinstance(labels, Tensor) or not has_one_input(op.node):
         raise Refused("it is called with more than its input")
-    if not isinstance(layer, nn.Module) or layer_matrix(layer) is None:
-        raise Refused("not a plain linear layer or convolution")
-    if why := owners.why_not(op):
+    is_layer = isinstance(layer, nn.Module) and layer_matrix(layer) is not None
+    if why := owners.why_not(op) if is_layer else "not a plain linear layer or convolution":
         raise Refused(why)
-    axis = -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
-    channels = vector_along(read[0], axis)
+    channels = vector_along(labels, -1 - num_dims(layer))
     if channels is None or len(channels) != num_inputs(layer):
         raise Refused("its inputs are other channels at other positions")
     return Reader(layer_name("", op.node), op.node, layer, channels)
 
 
-def _is_python(value: Value | None) -> bool:
-    """Whether the node's value is a size or another Python value."""
-    return value is not None and value.shape is None and not value.holds_tensors
-
-
 def _memory(tensor: Tensor) -> int:
     """A key that is equal for parameters that share memory."""
     return tensor.untyped_storage().data_ptr() or id(tensor)
-
-
-def _attribute(root: fx.GraphModule, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.execution.distributed import gather
-from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader
+from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import num_dims
 
 
 class ChannelValues:
-    """Per channel, the smallest and the largest value, `(channels,)`, over batches and processes.
-
-    `count`: how many values a channel had, on average.
-    """
+    """The smallest and largest value of each channel, `(channels,)`, over batches; `count`: how many, on average."""
 
     def __init__(self, low: Tensor, high: Tensor, count: float = 0.0) -> None:
         self.low, self.high, self.count = low, high, count
@@ -33,13 +30,12 @@ class ChannelValues:
         """`labels`: the channel of each value, -1 for none, in the shape of `x`."""
         self.count += x.numel() / max(len(self.low), 1)
         axes = [axis for axis in range(labels.ndim) if labels.stride(axis) and labels.shape[axis] > 1]
-        if len(axes) == 1 and x.numel():  # the usual case: labels along one axis
+        low = high = x
+        if len(axes) == 1 and x.numel() and x.ndim > 1:  # the usual case: labels along one axis
             others = tuple(axis for axis in range(x.ndim) if axis != axes[0])
+            low, high = x.amin(others), x.amax(others)
             for axis in reversed(others):
                 labels = labels.select(axis, 0)
-            low, high = (x.amin(others), x.amax(others)) if others else (x, x)
-        else:
-            low = high = x
         places, is_ours = labels.reshape(-1).long(), labels.reshape(-1) >= 0
         for found, values, how in ((self.low, low, "amin"), (self.high, high, "amax")):
             found.scatter_reduce_(0, places[is_ours], values.reshape(-1)[is_ours].double(), how)
@@ -75,10 +71,7 @@ class ScaleLimits:
 
 
 class SeenValues:
-    """Watches runs of the float model: the inputs of clips, and the inputs of readers.
-
-    `readers_of`: the pairs whose readers are watched.
-    """
+    """Watches runs of the float model: inputs of the clips of `pairs`, and of the readers of `readers_of`."""
 
     def __init__(self, pairs: Iterable[ChannelPair], readers_of: Iterable[ChannelPair]) -> None:
         self._clips: dict[tuple[str, fx.Node], ChannelValues] = {}
@@ -91,9 +84,9 @@ class SeenValues:
                 self._watched.setdefault(clip.node.all_input_nodes[0], []).append((values, clip.labels))
         for pair in readers_of:
             values = self._inputs[pair.name] = ChannelValues.of(pair.num_channels, pair.is_free.device)
-            for reader in pair.readers:
-                watched = self._watched.setdefault(reader.node.all_input_nodes[0], [])
-                watched.append((values, _labels_of(reader)))
+            for reader in pair.readers:  # labels along the last axes, in a form that broadcasts to the value's shape
+                labels = reader.channels.reshape(-1, *([1] * num_dims(reader.layer)))
+                self._watched.setdefault(reader.node.all_input_nodes[0], []).append((values, labels))
 
     def __call__(self, node: fx.Node, value: Any) -> None:
         for values, labels in self._watched.get(node, ()):
@@ -122,12 +115,6 @@ class SeenValues:
                 reasons.append(f"{clip.node.name} clips {int(is_clipped.sum())} channels on the data")
             is_free &= ~is_clipped
         return ScaleLimits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
-
-
-def _labels_of(reader: Reader) -> Tensor:
-    """The labels of the reader's input along its last axes, in a form that broadcasts to the shape of a value."""
-    count = len(reader.layer.kernel_size) if isinstance(reader.layer, _ConvNd) else 0
-    return reader.channels.reshape(-1, *([1] * count))
 
 
 def _fitted(labels: Tensor, value: Tensor) -> Tensor:

@@ -6,21 +6,26 @@ Weights are those of linear layers `(out, in)`, convolutions `(out, in / groups,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 
-def num_inputs(layer: nn.Module) -> int:
+def num_inputs(layer: Any) -> int:
     """The number of channels that the layer reads."""
-    assert isinstance(layer, (nn.Linear, _ConvNd))
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
 
 
-def num_outputs(layer: nn.Module) -> int:
+def num_outputs(layer: Any) -> int:
     """The number of channels that the layer outputs."""
-    assert isinstance(layer, (nn.Linear, _ConvNd))
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def num_dims(layer: nn.Module) -> int:
+    """The number of spatial dimensions of a convolution's input; 0 for a linear layer."""
+    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
 
 
 def output_sizes(layer: nn.Module) -> Tensor:
@@ -58,14 +63,10 @@ def along_inputs(layer: nn.Module, factor: Tensor) -> Tensor:
 
 
 def largest_by_channel(values: Tensor, channels: Tensor, num_channels: int) -> Tensor:
-    """The largest of the `values` that belong to each channel, `(num_channels,)`; 0 where a channel has none.
-
-    `channels`: the channel of each value, -1 for a value without channel; values are 0 or more.
-    """
-    flat, places = values.flatten(), channels.flatten()
+    """The largest of the `values` (0 or more) of each channel, `(num_channels,)`; `channels`: of each, -1: none."""
     found = torch.zeros(num_channels, dtype=values.dtype, device=values.device)
-    is_ours = places >= 0
-    return found.scatter_reduce_(0, places[is_ours], flat[is_ours], "amax")
+    is_ours = channels >= 0
+    return found.scatter_reduce_(0, channels[is_ours].long(), values[is_ours], "amax")
 
 
 def _groups(layer: nn.Module) -> int:

@@ -9,14 +9,13 @@ their output.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.ops.op_rows import ROWS, OpRow
 from sparsebit.graph.ops.op_table import keeps_grid, row_of, tensor_arguments
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
@@ -27,10 +26,18 @@ from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShar
 NONE = -1  # the label of a place that no scale of the channels reaches
 
 _MOVES = frozenset({"flatten", "unflatten", "reshape", "chunk", "expand", "permute", "squeeze", "roll", "getitem"})
-_HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "neg", "identity", "dropout"})
 _WINDOWED = frozenset({"max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "upsample", "pad"})
 _PRODUCTS = frozenset({"matmul", "bmm"})
 _CLIPS = frozenset({"relu6", "hardtanh", "clamp"})
+_ELEMENTWISE = _CLIPS | {"relu", "leaky_relu", "prelu", "neg", "identity", "dropout", "mul", "div"}
+_ADDED = "another tensor is added, which would have to be scaled alike (a residual sum)"
+_REFUSALS = {
+    "add": _ADDED,
+    "sub": _ADDED,
+    "div": "it is divided by the channels",
+    "pad": "it pads with values that are not zero",
+}
+_PASSED = (QIdentity, QShared, ChannelFactor)  # a scale passes all of them
 _IDENTITY = next(row for row in ROWS if row.name == "identity")
 
 
@@ -40,11 +47,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """The value of a node on an example: a tensor's shape, or a Python value."""
+    """The value of a node on an example: a tensor's shape, a Python value, or a structure of tensors."""
 
     shape: torch.Size | None
     python: Any = None
-    holds_tensors: bool = False  # a tuple or another structure of tensors
+    holds_tensors: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Value:
@@ -72,11 +79,11 @@ class Op:
 
 def op_of(node: fx.Node, root: fx.GraphModule) -> Op:
     """The op of a node of a graph that has quantizers in it."""
-    if node.op != "call_module":
+    module = module_of(node, root)
+    if module is None:
         return Op(node, row_of(node, root), node.target)
-    module = root.get_submodule(str(node.target))
     watched = is_intercepted(module)
-    if isinstance(module, (QIdentity, QShared, ChannelFactor)):  # a scale passes all of them
+    if isinstance(module, _PASSED):
         return Op(node, _IDENTITY, module, watched)
     if isinstance(module, GatedQuantOpr):
         return Op(node, None, module, watched)
@@ -91,46 +98,30 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
 
     `labels`: of the preceding nodes that have some. Raises `Refused` if a scale cannot be moved past the op.
     """
-    row, node = op.row, op.node
-    if op.is_watched:
-        raise Refused("a hook or a forward of your own runs there")
-    if row is None:
-        raise Refused(f"{op.name} is not known to keep a scale per channel")
-    if isinstance(op.call, nn.Module) and not _is_torchs(op):
-        raise Refused(f"{type(op.call).__name__} has code of its own")
-    labelled = [source for source in node.all_input_nodes if source in labels]
+    row, node, shape = op.row, op.node, values[op.node].shape
+    if op.is_watched or row is None or (isinstance(op.call, nn.Module) and not _is_torchs(op)):
+        raise Refused(f"{op.name} is not known to keep a scale per channel, or has a hook or a forward of your own")
     if row.name in _MOVES:
         return _moved(op, labels, values)
     if row.name == "cat":
         return _concatenated(op, labels, values)
-    if len(labelled) != 1 and row.name != "attention":
-        raise Refused(f"{row.name} reads the channels twice")
-    shape = values[node].shape
-    if shape is None:
-        raise Refused(f"{row.name} returns several values")
+    source, *others = [source for source in node.all_input_nodes if source in labels]
+    given = labels[source]
+    is_single = not others and isinstance(given, Tensor)
+    if shape is None or not (is_single or row.name == "attention"):
+        raise Refused(f"{row.name} reads the channels twice, or has several values")
     if row.name == "attention":
         return _attended(op, labels, shape)
-    (source,) = labelled
-    given = labels[source]
-    if not isinstance(given, Tensor):
-        raise Refused(f"{row.name} reads several tensors")
-    if row.name in _HOMOGENEOUS or row.name in _CLIPS:
-        return _same(given, shape, row.name)
-    if row.name in ("mul", "div"):
-        if row.name == "div" and (not node.args or node.args[0] is not source):
-            raise Refused("it is divided by the channels")
+    is_divisor = row.name == "div" and (not node.args or node.args[0] is not source)
+    if row.name in _ELEMENTWISE and not is_divisor:
         return _same(given, shape, row.name)
     if row.name == "mean":
         return _mean(op, given, shape)
-    if row.name in _WINDOWED:
-        if row.name == "pad" and not keeps_grid(row, node, root):
-            raise Refused("it pads with values that are not zero")
+    if row.name in _WINDOWED and (row.name != "pad" or keeps_grid(row, node, root)):
         return _windowed(op, given, shape)
     if row.name in _PRODUCTS:
         return _product(op, source, given, shape)
-    if row.name in ("add", "sub"):
-        raise Refused("another tensor is added, which would have to be scaled alike (a residual sum)")
-    raise Refused(f"{row.name} does not keep a factor: f(s x) is not s f(x)")
+    raise Refused(_REFUSALS.get(row.name, f"{row.name} does not keep a factor: f(s x) is not s f(x)"))
 
 
 def scored_by(op: Op) -> list[fx.Node]:
@@ -138,7 +129,7 @@ def scored_by(op: Op) -> list[fx.Node]:
     if op.row is None or op.row.name != "attention":
         return []
     given = dict(zip(("query", "key"), op.node.args, strict=False)) | dict(op.node.kwargs)
-    return [node for node in (given.get(name) for name in ("query", "key")) if isinstance(node, fx.Node)]
+    return [node for node in (given.get("query"), given.get("key")) if isinstance(node, fx.Node)]
 
 
 def clip_bounds(op: Op) -> tuple[float, float] | None:
@@ -149,37 +140,35 @@ def clip_bounds(op: Op) -> tuple[float, float] | None:
         return 0.0, 6.0
     if isinstance(op.call, nn.Hardtanh):
         return float(op.call.min_val), float(op.call.max_val)
-    given = dict(zip(_bound_names(op), op.node.args[1:], strict=False)) | dict(op.node.kwargs)
-    low, high = (next((given[name] for name in names if name in given), None) for names in (_LOWS, _HIGHS))
-    if op.row.name == "hardtanh":
-        low, high = -1.0 if low is None else low, 1.0 if high is None else high
-    ends = (float("-inf") if low is None else low), (float("inf") if high is None else high)
-    if not isinstance(ends[0], (int, float)) or not isinstance(ends[1], (int, float)):
-        return float("nan"), float("nan")  # a tensor
-    return float(ends[0]), float(ends[1])
-
-
-_LOWS, _HIGHS = ("min", "min_val"), ("max", "max_val")
-
-
-def _bound_names(op: Op) -> Sequence[str]:
-    name = str(getattr(op.call, "__name__", op.call))
-    return ("max",) if name.startswith("clamp_max") else ("min", "max")
-
-
-def is_constant_along(labels: Tensor, axis: int) -> bool:
-    """Whether all labels along the axis are the same."""
-    return bool((labels == labels.narrow(axis, 0, 1)).all()) if labels.shape[axis] else True
+    is_above = str(getattr(op.call, "__name__", op.call)).startswith("clamp_max")
+    names = ("max",) if is_above else ("min", "max")
+    given: dict[str, Any] = {**dict(zip(names, op.node.args[1:], strict=False)), **op.node.kwargs}
+    low, high = (given.get(name, given.get(f"{name}_val")) for name in ("min", "max"))
+    end = 1.0 if op.row.name == "hardtanh" else torch.inf
+    low, high = -end if low is None else low, end if high is None else high
+    is_number = isinstance(low, (int, float)) and isinstance(high, (int, float))  # else a tensor
+    return (float(low), float(high)) if is_number else (torch.nan, torch.nan)
 
 
 def vector_along(labels: Tensor, axis: int) -> Tensor | None:
     """The labels along one axis, if they depend on nothing else; `(size of the axis,)`."""
-    axis %= labels.ndim
-    if not all(is_constant_along(labels, other) for other in range(labels.ndim) if other != axis):
+    others = [other for other in range(labels.ndim) if other != axis % labels.ndim]
+    if not all(_is_constant_along(labels, other) for other in others):
         return None
-    for other in reversed([other for other in range(labels.ndim) if other != axis]):
+    for other in reversed(others):
         labels = labels.select(other, 0)
     return labels.contiguous()
+
+
+def _is_constant_along(labels: Tensor, axis: int) -> bool:
+    return bool((labels == labels.narrow(axis, 0, 1)).all()) if labels.shape[axis] else True
+
+
+def _narrowed(labels: Tensor, axis: int, why: str) -> Tensor:
+    """The labels with a single place along the axis; `why` they are refused if they differ along it."""
+    if not _is_constant_along(labels, axis):
+        raise Refused(why)
+    return labels.narrow(axis, 0, 1)
 
 
 # --- one kind of op each
@@ -188,65 +177,60 @@ def vector_along(labels: Tensor, axis: int) -> Tensor | None:
 def _moved(op: Op, labels: dict[fx.Node, Any], values: dict[fx.Node, Value]) -> Any:
     """Run the op on the labels."""
 
-    def real(argument: Any) -> Any:
-        if not isinstance(argument, fx.Node):
-            return argument
+    def real(argument: fx.Node) -> Any:
         if argument in labels:
             return labels[argument]
         if values[argument].shape is not None or values[argument].holds_tensors:
             raise Refused(f"{op.name} is steered by another tensor")
         return values[argument].python
 
-    args, kwargs = map_aggregate(op.node.args, real), map_aggregate(op.node.kwargs, real)
-    call: Any = op.call
+    args, kwargs = fx.map_arg((op.node.args, dict(op.node.kwargs)), real)
     try:
-        moved = getattr(args[0], call)(*args[1:], **kwargs) if isinstance(call, str) else call(*args, **kwargs)
-    except Refused:
-        raise
+        moved = getattr(args[0], op.call)(*args[1:], **kwargs) if isinstance(op.call, str) else op.call(*args, **kwargs)
+        parts = tensors_of(moved)
     except Exception as error:
         raise Refused(f"{op.name} cannot be followed ({type(error).__name__})") from error
-    parts = tensors_of(moved)
     if not parts or any(part.is_floating_point() for part in parts):
         raise Refused(f"{op.name} cannot be followed")
     return moved
 
 
+def _axes(op: Op, default: Any) -> Any:
+    given = op.node.args[1] if len(op.node.args) > 1 else default
+    return op.node.kwargs.get("dim", op.node.kwargs.get("axis", given))
+
+
 def _concatenated(op: Op, labels: dict[fx.Node, Any], values: dict[fx.Node, Value]) -> Tensor:
-    arguments = tensor_arguments(op.row, op.node.args, dict(op.node.kwargs)) if op.row is not None else {}
-    tensors = next(iter(arguments.values()), ())
-    axis = op.node.kwargs.get("dim", op.node.kwargs.get("axis", op.node.args[1] if len(op.node.args) > 1 else 0))
-    if not isinstance(tensors, (list, tuple)) or not isinstance(axis, int):
+    assert op.row is not None
+    tensors = next(iter(tensor_arguments(op.row, op.node.args, dict(op.node.kwargs)).values()), None)
+    axis = _axes(op, 0)
+    tensors = tensors if isinstance(tensors, (list, tuple)) else [None]
+    shapes = [values[tensor].shape if isinstance(tensor, fx.Node) else None for tensor in tensors]
+    if None in shapes or not isinstance(axis, int):
         raise Refused("the concatenation cannot be followed")
-    parts = []
-    for tensor in tensors:
-        shape = values[tensor].shape if isinstance(tensor, fx.Node) else None
-        if shape is None:
-            raise Refused("the concatenation cannot be followed")
-        device = next(found.device for found in labels.values() if isinstance(found, Tensor))
-        blank = torch.full((), NONE, dtype=torch.int32, device=device).expand(shape)
-        part = labels.get(tensor, blank)
-        parts.append(part)
-    return torch.cat(parts, axis)
+    device = next(found.device for found in labels.values() if isinstance(found, Tensor))
+    blank = torch.full((), NONE, dtype=torch.int32, device=device)
+    pairs = zip(tensors, shapes, strict=True)
+    return torch.cat(
+        [labels[tensor] if tensor in labels else blank.expand(shape or ()) for tensor, shape in pairs], axis
+    )
 
 
 def _attended(op: Op, labels: dict[fx.Node, Any], shape: torch.Size) -> Tensor:
     """`softmax(q k^T) v`: every head channel of `v` is one of the output."""
-    names = ("query", "key", "value")
-    given = dict(zip(names, op.node.args, strict=False)) | dict(op.node.kwargs)
+    given = dict(zip(("query", "key", "value"), op.node.args, strict=False)) | dict(op.node.kwargs)
     value = given.get("value")
-    if not isinstance(value, fx.Node) or not isinstance(labels.get(value), Tensor):
+    found = labels.get(value) if isinstance(value, fx.Node) else None
+    if not isinstance(found, Tensor):
         raise Refused("it is a query or a key: scores do not keep a scale per channel")
-    found: Tensor = labels[value]
-    others = [labels[n] for n in op.node.all_input_nodes if n in labels and n is not value]
-    mixed = [other for other in others if isinstance(other, Tensor)]
+    mixed = [labels[n] for n in op.node.all_input_nodes if isinstance(labels.get(n), Tensor) and n is not value]
     own = torch.unique(found)
     if any(bool(torch.isin(other, own[own >= 0]).any()) for other in mixed) or value in (given["query"], given["key"]):
         raise Refused("the same channels are scores and values")
-    if not is_constant_along(found, -2):
-        raise Refused("its values have other channels at other positions")
+    found = _narrowed(found, -2, "its values have other channels at other positions")
     if given.get("enable_gqa") and found.ndim > 2 and found.shape[-3] != shape[-3]:
         found = found.repeat_interleave(shape[-3] // found.shape[-3], -3)
-    return found.narrow(-2, 0, 1).expand(shape)
+    return found.expand(shape)
 
 
 def _same(given: Tensor, shape: torch.Size, name: str) -> Tensor:
@@ -257,24 +241,22 @@ def _same(given: Tensor, shape: torch.Size, name: str) -> Tensor:
 
 
 def _mean(op: Op, given: Tensor, shape: torch.Size) -> Tensor:
-    axes = op.node.kwargs.get("dim", op.node.kwargs.get("axis", op.node.args[1] if len(op.node.args) > 1 else None))
+    axes = _axes(op, None)
     axes = [axes] if isinstance(axes, int) else axes
     if not isinstance(axes, (list, tuple)) or not all(isinstance(axis, int) for axis in axes):
         raise Refused("the mean over all values mixes the channels")
-    places = [int(axis) % given.ndim for axis in axes]
-    if not all(is_constant_along(given, axis) for axis in places):
-        raise Refused("the mean mixes the channels")
-    for axis in sorted(places, reverse=True):
-        given = given.narrow(axis, 0, 1) if len(shape) == given.ndim else given.select(axis, 0)
+    ndim = given.ndim
+    for axis in sorted((int(axis) % ndim for axis in axes), reverse=True):
+        given = _narrowed(given, axis, "the mean mixes the channels")
+        given = given if len(shape) == ndim else given.squeeze(axis)
     return given.expand(shape)
 
 
 def _windowed(op: Op, given: Tensor, shape: torch.Size) -> Tensor:
     """Pools, resampling and padding: windows over the last axes, each channel by itself."""
     if op.name == "pad":
-        pads = getattr(op.call, "padding", None) or (
-            op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs.get("pad")
-        )
+        named = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs.get("pad")
+        pads = getattr(op.call, "padding", None) or named
         count = len(pads) // 2 if isinstance(pads, (list, tuple)) else given.ndim
     else:
         kind = type(op.call) if isinstance(op.call, nn.Module) else op.call
@@ -283,29 +265,23 @@ def _windowed(op: Op, given: Tensor, shape: torch.Size) -> Tensor:
     if len(shape) != given.ndim or count > given.ndim:
         raise Refused(f"{op.name} cannot be followed")
     for axis in range(given.ndim - count, given.ndim):
-        if not is_constant_along(given, axis):
-            raise Refused(f"{op.name} mixes the channels")
-        given = given.narrow(axis, 0, 1)
+        given = _narrowed(given, axis, f"{op.name} mixes the channels")
     return _same(given, shape, op.name)
 
 
 def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tensor:
-    """`a @ b`: the labels of `b` along its last axis, or of `a` along the axis before its last, appear in the
-    product.
-    """
+    """`a @ b`: the labels of `b` along its last axis, or of `a` along the axis before its last, are in the product."""
     places = list(tensor_arguments(op.row, op.node.args, dict(op.node.kwargs)).values()) if op.row is not None else []
     if len(places) != 2 or places.count(source) != 1 or min(given.ndim, len(shape)) < 2:
         raise Refused("the product cannot be followed")
     axis = -1 if places[0] is source else -2  # the one that is summed over
-    if not is_constant_along(given, axis):
-        raise Refused("the product sums over the channels")
-    return _same(given.narrow(axis, 0, 1), shape, op.name)
+    return _same(_narrowed(given, axis, "the product sums over the channels"), shape, op.name)
 
 
 def _is_torchs(op: Op) -> bool:
     """Whether the module is exactly the class of its row; modules named dropout are identities in eval mode."""
     assert op.row is not None
-    if isinstance(op.call, (QIdentity, QShared, ChannelFactor)):
+    if isinstance(op.call, _PASSED):
         return True
     if op.row.name == "dropout":
         return not op.call.training

@@ -1,7 +1,4 @@
-"""Cross-layer equalization of a calibrated model: each channel gets equally large weights in neighbouring layers.
-
-The arithmetic is in `equalization_math.py`, which layers share channels in `channel_pairs.py`.
-"""
+"""Cross-layer equalization of a calibrated model: each channel gets equally large weights in neighbouring layers."""
 
 from __future__ import annotations
 
@@ -12,26 +9,16 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
-    along_inputs,
-    input_sizes,
-    largest_by_channel,
-    output_sizes,
-)
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
-    Factors,
-    FloatRuns,
-    float_runs,
-)
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, output_sizes
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.equalization_math import absorbed_bias, equalizing_scale, precision
-from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
 from sparsebit.quantization.model.quant_model import QuantModel
 
 log = logging.getLogger(__name__)
@@ -90,35 +77,28 @@ def equalize(
         pairs = [pair for pair in runs.pairs() if pair.layer is not None]
         absorbs = [pair for pair in pairs if absorb_bias and runs.has_data and _can_absorb(pair)]
         clipped, seen = SeenValues(pairs, readers_of=()), SeenValues((), readers_of=absorbs)
-
-        def watch(node: fx.Node, value: Any) -> None:
-            clipped(node, value)
-            if not runs.is_held:  # the held-out samples test whether the constants hold for others
-                seen(node, value)
-
-        runs.observe(watch)
+        runs.observe(clipped, seen)
         limits = {pair.name: clipped.limits(pair, has_data=runs.has_data) for pair in pairs}
         active = [pair for pair in pairs if bool(limits[pair.name].is_free.any())]
         before = {pair.name: _used(pair) for pair in pairs}
         factors = _converged(runs, active, limits, iterations, largest_scale)
-        refused = runs.apply_proved(active, factors)
-        proved = [pair for pair in active if pair.name not in refused]
         absorbed: dict[str, float] = {}
 
-        def change(chosen: Sequence[ChannelPair]) -> None:
+        def absorb(chosen: Sequence[ChannelPair]) -> None:
             nonlocal absorbed
-            runs.restore()
-            runs.apply(chosen, factors)
             absorbed = _absorb(runs, [pair for pair in chosen if pair in absorbs], factors, seen)
 
-        kept = {pair.name for pair in runs.keep_better(proved, change, asym=asym)}
-        refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
+        refused = runs.apply_best(active, factors, asym=asym, then=absorb)
         found = {}
         for pair in pairs:
             name, why = pair.name, refused.get(pair.name, "")
             factor = None if why else factors.get(name)
             found[name] = _result(pair, factor, before[name], absorbed.get(name, 0.0), limits[name].reason, why)
-    _tell(found)
+    log.info("equalization: %d of %d sources of channels", sum(e.num_scaled > 0 for e in found.values()), len(found))
+    for name, result in found.items():
+        if result.reason:
+            held = result.num_channels - result.num_scaled
+            log.info("%s: %d of %d channels keep their scale: %s", name, held, result.num_channels, result.reason)
     return found
 
 
@@ -126,27 +106,9 @@ def _result(pair: ChannelPair, factor: Tensor | None, before: float, absorbed: f
     """`factor`: of each channel; None where the pair stays as it was."""
     if factor is None:
         factor = torch.ones(pair.num_channels, dtype=torch.float64)
-    return Equalized(
-        tuple(reader.name for reader in pair.readers),
-        pair.num_channels,
-        int((factor != 1).sum()),
-        float(torch.maximum(factor, 1 / factor).max()),
-        before,
-        _used(pair),
-        absorbed,
-        "; ".join(filter(None, (pair.reason, *reasons))),
-    )
-
-
-def _tell(found: dict[str, Equalized]) -> None:
-    log.info("equalization: %d of %d sources of channels", sum(e.num_scaled > 0 for e in found.values()), len(found))
-    for name, result in found.items():
-        if result.reason:
-            held = result.num_channels - result.num_scaled
-            log.info("%s: %d of %d channels keep their scale: %s", name, held, result.num_channels, result.reason)
-
-
-# --- scales
+    readers, num_scaled = tuple(reader.name for reader in pair.readers), int((factor != 1).sum())
+    largest, reason = float(torch.maximum(factor, 1 / factor).max()), "; ".join(filter(None, (pair.reason, *reasons)))
+    return Equalized(readers, pair.num_channels, num_scaled, largest, before, _used(pair), absorbed, reason)
 
 
 @torch.no_grad()
@@ -176,32 +138,23 @@ def _converged(
 def _sizes(pair: ChannelPair) -> tuple[Tensor, Tensor]:
     """How large the weights of each channel are at its source and at its readers, `(channels,)` float64."""
     assert pair.layer is not None
-    read = torch.zeros(pair.num_channels, dtype=torch.float64, device=pair.is_free.device)
-    for reader in pair.readers:
-        sizes = input_sizes(reader.layer).double()
-        read = torch.maximum(read, largest_by_channel(sizes, reader.channels.long(), pair.num_channels))
-    return output_sizes(pair.layer).double(), read
+    return output_sizes(pair.layer).double(), pair.read_sizes
 
 
 def _used(pair: ChannelPair) -> float:
     return precision(*_sizes(pair))
 
 
-# --- biases
-
-
 def _can_absorb(pair: ChannelPair) -> bool:
     """Whether a constant subtracted from each channel reaches every reader as that constant."""
-    if pair.layer is None or pair.layer._parameters.get("bias") is None or pair.clips:
-        return False
-    return pair.only_moves and all(_takes_constant(reader.layer) for reader in pair.readers)
 
+    # A padded convolution reads zeros next to the constant; a transposed one covers its border less often.
+    def takes_constant(layer: nn.Module) -> bool:
+        is_padded = isinstance(layer, _ConvNd) and any(layer._reversed_padding_repeated_twice)
+        return layer._parameters.get("bias") is not None and not isinstance(layer, _ConvTransposeNd) and not is_padded
 
-def _takes_constant(layer: nn.Module) -> bool:
-    """A padded convolution reads zeros next to the constant; a transposed one covers its border less often."""
-    if layer._parameters.get("bias") is None or isinstance(layer, _ConvTransposeNd):
-        return False
-    return not isinstance(layer, _ConvNd) or not any(layer._reversed_padding_repeated_twice)
+    has_bias = pair.layer is not None and pair.layer._parameters.get("bias") is not None
+    return has_bias and not pair.clips and pair.only_moves and all(takes_constant(r.layer) for r in pair.readers)
 
 
 @torch.no_grad()
@@ -209,6 +162,12 @@ def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: S
     """Move constant parts into the readers' biases, all or none of them; returns the largest one of each pair."""
     found: dict[str, float] = {}
     changed: list[tuple[Tensor, Tensor]] = []
+
+    def store(parameter: Tensor, value: Tensor) -> None:
+        runs.remember(parameter)
+        changed.append((parameter, parameter.clone()))
+        parameter.copy_(value)
+
     for pair in pairs:
         values = seen.inputs(pair)
         if values is None or pair.layer is None or values.count < _ENOUGH_VALUES:
@@ -219,15 +178,11 @@ def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: S
         if not bool((constant > 0).any()):
             continue
         bias = pair.layer.get_parameter("bias")
-        runs.remember(bias)
-        changed.append((bias, bias.clone()))
-        bias.copy_(bias.double() - constant)
+        store(bias, bias.double() - constant)
         for reader in pair.readers:
             weight, taken = reader.layer.get_parameter("weight"), reader.layer.get_parameter("bias")
             inputs = torch.where(reader.channels >= 0, constant[reader.channels.clamp_min(0).long()], 0.0)
-            runs.remember(taken)
-            changed.append((taken, taken.clone()))
-            taken.copy_(taken.double() + (weight.double() * along_inputs(reader.layer, inputs)).flatten(1).sum(1))
+            store(taken, taken.double() + (weight.double() * along_inputs(reader.layer, inputs)).flatten(1).sum(1))
         found[pair.name] = float(constant.max())
     if changed and (why := runs.changed()) is not None:
         for parameter, before in reversed(changed):

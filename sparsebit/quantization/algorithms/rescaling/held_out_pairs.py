@@ -8,6 +8,7 @@ than 8, a change has to lower the error clearly, and the user is warned that the
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,15 +34,12 @@ _FEW, _CLEAR = 8, 0.8  # with fewer samples, only a clear gain counts
 
 
 class HeldOutJudge:
-    """Samples of the batches on which quantized models are compared. A single sample serves calibration and
-    judgement.
-    """
+    """Samples of the batches on which quantized models are compared. A single one serves calibration and judgement."""
 
     def __init__(self, qmodel: QuantModel, batches: SharedData) -> None:
         self.qmodel, self.batches = qmodel, batches
         # The first split's part of the last error: factors fitted on samples have not seen those that it holds out.
         self._first_noise = 0.0
-
         samples = find_samples(len(batches), batches.get, self._answer)
         self.num_samples = fewest = min(gather(len(samples)))  # all processes need the same number of calibrations
         if fewest >= _ENOUGH:
@@ -56,30 +54,22 @@ class HeldOutJudge:
     def pieces(self) -> list[tuple[Piece, bool]]:
         """All samples, once: pieces of batches, and whether the first split holds them out."""
         split = self.splits[0]
-        held = set(split.held) - set(split.learned)
-        return [(piece, piece in held) for piece in dict.fromkeys(split.pieces)]
+        return [(p, p in split.held and p not in split.learned) for p in dict.fromkeys(split.pieces)]
 
     def inputs(self, piece: Piece) -> Call:
         call: Call = piece.of(self.batches.get(piece.batch))
         return call
 
     def kept(
-        self,
-        verb: str,
-        pairs: Sequence[ChannelPair],
-        change: Callable[[Sequence[ChannelPair]], None],
-        *,
-        asym: bool,
+        self, verb: str, pairs: Sequence[ChannelPair], change: Callable[[Sequence[ChannelPair]], None], *, asym: bool
     ) -> list[ChannelPair]:
-        """The pairs whose change is kept, applied. `change(pairs)`: the model with the change of only these pairs.
-
-        All of them are tried first; if that raises the error, halves are tried separately, a few times.
-        """
+        """The pairs whose `change` is kept, applied: all are tried first; if the error rises, halves, a few times."""
         change([])
         if not pairs:
             return []
-        limit = _NOISE if self.num_samples >= _FEW else _CLEAR
+        limit = _NOISE
         if self.num_samples < _FEW:
+            limit = _CLEAR
             log.warning(
                 "%s: %d calibration samples are too few to judge on held-out ones: the quantized model may be worse on "
                 "other data than without %s; give at least %d samples, better %d",
@@ -90,18 +80,14 @@ class HeldOutJudge:
         first = self._first_noise
         found: list[ChannelPair] = []
         waiting, worst = [list(pairs)], 0.0
-        for _ in range(_MOST_TRIALS):
-            if not waiting:
-                break
-            part = waiting.pop(0)
+        for part in itertools.islice(waiting, _MOST_TRIALS):  # which grows meanwhile
             change([*found, *part])
-            error = self._error(targets, asym)
+            error, half = self._error(targets, asym), len(part) // 2
             if error <= best * limit and self._first_noise <= first * limit:
                 found, best, first = [*found, *part], min(error, best), min(self._first_noise, first)
-                continue
-            worst = max(worst, error)
-            half = len(part) // 2
-            waiting += [part[:half], part[half:]] if half else []
+            else:
+                worst = max(worst, error)
+                waiting += [part[:half], part[half:]] if half else []
         change(found)
         if len(found) < len(pairs):
             names = ", ".join(pair.name for pair in pairs if pair not in found)

@@ -8,31 +8,27 @@ is impossible, and the scale is applied only on request, as a multiplication bef
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, fx, nn
-from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.numerics.rounding.layer_matrix import drawn_positions
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader, changeable_layers
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
-    Factors,
-    FloatRuns,
-    float_runs,
-)
-from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, largest_by_channel, num_dims
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.smoothing_math import capped_scale, relative_error, smoothing_scale
 from sparsebit.quantization.building.inserted_factors import InsertedFactor
 from sparsebit.quantization.calibrating.site_changes import insert_factors, remove_factors
@@ -71,16 +67,20 @@ class Smoothed:
     cap: float = 1.0
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(NamedTuple):
     """How scales are computed: by a power (`alpha`, None: without), then by a cap (1: without)."""
 
-    alpha: float | None
+    alpha: float | None = None
     cap: float = 1.0
 
-    @property
-    def is_none(self) -> bool:
-        return self.alpha is None and self.cap == 1
+
+class _Best(NamedTuple):
+    """The best choice for a pair, its factors, and the errors before and after."""
+
+    choice: _Choice
+    factors: Tensor
+    before: float
+    after: float
 
 
 @register_algorithm("smooth")
@@ -117,103 +117,59 @@ def smooth(
         inserted = _insert(qmodel, runs) if insert else []
         found: dict[str, Smoothed] = {}
         try:
-            names = {f.name for f in inserted}
-            found = _smooth(runs, alpha, names, num_samples, largest_scale, memory_budget, asym=asym)
+            pairs = runs.pairs()
+            num_learned = sum(not is_held for _, is_held in runs.judge.pieces)
+            samples = _Samples(pairs, num_learned, num_samples, memory_budget)
+            found = _smooth(runs, pairs, samples, alpha, largest_scale, {f.name for f in inserted}, asym=asym)
         finally:
             useless = [f.name for f in inserted if f.name not in found or not found[f.name].num_scaled]
             remove_factors(qmodel, useless)
     found = {name: result for name, result in found.items() if not (result.is_inserted and not result.num_scaled)}
-    _tell(found)
-    return found
-
-
-def _tell(found: dict[str, Smoothed]) -> None:
     log.info("smoothing: %d of %d sources of channels", sum(s.num_scaled > 0 for s in found.values()), len(found))
     for name, result in found.items():
-        shown = name, result.alpha, result.cap, result.before, result.after
-        log.debug("%s: alpha %s, cap %.3g, error %.4g, %.4g after", *shown)
+        log.debug("%s: %s", name, result)
         if result.reason:
             log.info("%s: not all channels are smoothed: %s", name, result.reason)
+    return found
 
 
 def _smooth(
     runs: FloatRuns,
+    pairs: Sequence[ChannelPair],
+    samples: _Samples,
     alpha: float | None,
-    inserted: set[str],
-    num_samples: int,
     largest: float,
-    memory_budget: int,
+    inserted: set[str],
     *,
     asym: bool,
 ) -> dict[str, Smoothed]:
-    pairs = runs.pairs()
-    num_learned = sum(not is_held for _, is_held in runs.judge.pieces)
     clipped, seen = SeenValues(pairs, readers_of=()), SeenValues((), readers_of=pairs)
-    samples = _Samples(pairs, num_learned, num_samples, memory_budget)
-
-    def watch(node: fx.Node, value: Any) -> None:
-        clipped(node, value)
-        if not runs.is_held:
-            seen(node, value)
-            samples(node, value)
-
-    runs.observe(watch)
+    runs.observe(clipped, seen, samples)
     limits = {pair.name: clipped.limits(pair) for pair in pairs}
     factors: Factors = {}
-    chosen: dict[str, tuple[_Choice, float, float]] = {}
+    found: dict[str, _Best] = {}
     for pair in track(pairs, "smoothing"):
         values = seen.inputs(pair)
         if values is None or not bool(limits[pair.name].is_free.any()):
             continue
         search = _Search(runs.root, pair, limits[pair.name], samples)
-        found = search.best(values.largest, alpha, largest)
-        chosen[pair.name] = found[:1] + found[2:]
-        if not found[0].is_none and (pair.name not in inserted or found[3] < 0.9 * found[2]):
-            factors[pair.name] = found[1]
+        found[pair.name] = best = search.best(values.largest, alpha, largest)
+        if best.choice != _Choice() and (pair.name not in inserted or best.after < 0.9 * best.before):
+            factors[pair.name] = best.factors
     samples.clear()
-    active = [pair for pair in pairs if pair.name in factors]
-    refused = runs.apply_proved(active, factors)
-
-    def change(chosen: Sequence[ChannelPair]) -> None:
-        runs.restore()
-        runs.apply(chosen, factors)
-
-    proved = [pair for pair in active if pair.name not in refused]
-    kept = {pair.name for pair in runs.keep_better(proved, change, asym=asym)}
-    refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
+    refused = runs.apply_best([pair for pair in pairs if pair.name in factors], factors, asym=asym)
     results = {}
     for pair in pairs:
-        name = pair.name
-        factor = None if name in refused else factors.get(name)
-        reasons = (pair.reason, limits[name].reason, refused.get(name, ""))
-        measured = chosen.get(name, (_Choice(None), 0.0, 0.0))
-        results[name] = _result(pair, factor, measured, reasons, is_inserted=name in inserted)
+        name, readers = pair.name, tuple(reader.name for reader in pair.readers)
+        is_scaled = name in factors and name not in refused
+        reason = "; ".join(filter(None, (pair.reason, limits[name].reason, refused.get(name, ""))))
+        (choice, factor, before, after) = found.get(name, (_Choice(), None, 0.0, 0.0))
+        choice, after = (choice, after) if is_scaled else (_Choice(), before)
+        num_scaled = int((factor != 1).sum()) if is_scaled and factor is not None else 0
+        results[name] = Smoothed(
+            *(readers, pair.num_channels, num_scaled, choice.alpha, before, after, name in inserted, reason, choice.cap)
+        )
     return results
-
-
-def _result(
-    pair: ChannelPair,
-    factor: Tensor | None,
-    measured: tuple[_Choice, float, float],
-    reasons: Sequence[str],
-    *,
-    is_inserted: bool,
-) -> Smoothed:
-    """`factor`: of each channel; None where the pair stays as it was. `measured`: the best choice, the error without
-    it, and the error with it.
-    """
-    best, before, after = measured
-    return Smoothed(
-        tuple(reader.name for reader in pair.readers),
-        pair.num_channels,
-        0 if factor is None else int((factor != 1).sum()),
-        None if factor is None else best.alpha,
-        before,
-        before if factor is None else after,
-        is_inserted,
-        "; ".join(filter(None, reasons)),
-        1.0 if factor is None else best.cap,
-    )
 
 
 # --- the search
@@ -229,26 +185,26 @@ class _Samples:
         self._parts: dict[tuple[fx.Node, int], list[int]] = {}
         self._wanted: dict[fx.Node, set[int]] = {}  # per node the dimensions of its readers' images
         for reader in (reader for pair in pairs for reader in pair.readers):
-            self._wanted.setdefault(reader.node.all_input_nodes[0], set()).add(_num_dims(reader.layer))
+            self._wanted.setdefault(reader.node.all_input_nodes[0], set()).add(num_dims(reader.layer))
 
     def __call__(self, node: fx.Node, value: Any) -> None:
         batch = self._seen[node]
         self._seen[node] += 1
-        for num_dims in self._wanted.get(node, ()):
-            wanted = _NUM_IMAGES if num_dims else self._num_samples
+        for dims in self._wanted.get(node, ()):
+            wanted = _NUM_IMAGES if dims else self._num_samples
             # Of many batches only some are kept, so that memory does not grow with their number.
             stride = max(self._num_batches // wanted, 1)
             if batch % stride:
                 continue
-            part = _chosen(value, num_dims, -(-wanted * stride // self._num_batches))
+            part = _chosen(value, dims, -(-wanted * stride // self._num_batches))
             if len(part):
-                self._store.put((node, num_dims, batch), part)
-                self._parts.setdefault((node, num_dims), []).append(batch)
+                self._store.put((node, dims, batch), part)
+                self._parts.setdefault((node, dims), []).append(batch)
 
     def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
         """Two halves: one to find ranges, one to judge them. Images may differ in size."""
-        node, num_dims = reader.node.all_input_nodes[0], _num_dims(reader.layer)
-        parts = [self._store.get((node, num_dims, batch)) for batch in self._parts.get((node, num_dims), ())]
+        key = reader.node.all_input_nodes[0], num_dims(reader.layer)
+        parts = [self._store.get((*key, batch)) for batch in self._parts.get(key, ())]
         if len(parts) == 1 and len(parts[0]) > 1:
             parts = [parts[0][::2], parts[0][1::2]]
         return parts[::2], parts[1::2] or parts
@@ -257,15 +213,10 @@ class _Samples:
         self._store.clear()
 
 
-def _num_dims(layer: nn.Module) -> int:
-    """The number of spatial dimensions of a convolution's input; 0 for a linear layer."""
-    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
-
-
-def _chosen(value: Tensor, num_dims: int, count: int) -> Tensor:
+def _chosen(value: Tensor, dims: int, count: int) -> Tensor:
     """About this many images, or rows of a linear layer's input, of one batch: a copy."""
-    if num_dims:
-        images = value[None] if value.ndim == num_dims + 1 else value
+    if dims:
+        images = value[None] if value.ndim == dims + 1 else value
         return images[:: max(len(images) // count, 1)][:count].clone()
     rows = value.reshape(-1, value.shape[-1])
     step = max(len(rows) // count, 1)
@@ -284,21 +235,17 @@ class _Search:
         self.pair, self.limits = pair, limits
         self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
 
-    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[_Choice, Tensor, float, float]:
-        """The choice, its factors, the error before and after. `inputs`: channels' sizes. `alpha`: a fixed one.
+    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> _Best:
+        """`inputs`: channels' sizes. `alpha`: a fixed one; None: search.
 
         The power first; then caps, with the best power and without any: if a single channel is far larger than all
         others, a power that makes it small makes the weights of many others large.
         """
-        weights = torch.zeros_like(inputs)
-        for reader in self.pair.readers:
-            sizes = input_sizes(reader.layer).to(inputs)
-            weights = torch.maximum(weights, largest_by_channel(sizes, reader.channels.long(), len(inputs)))
         free, one = self.limits.is_free, torch.ones_like(inputs)
-        weights = torch.where(free, weights, 0.0)
+        weights = torch.where(free, self.pair.read_sizes.to(inputs), 0.0)
 
         def scale_of(sizes: Tensor, choice: _Choice) -> Tensor:
-            if choice.is_none:
+            if choice == _Choice():
                 return one
             own = torch.where(free, sizes, 0.0)
             scale = one if choice.alpha is None else smoothing_scale(own, weights, choice.alpha, largest)
@@ -321,7 +268,7 @@ class _Search:
         else:
             found = tried(_Choice(share) for share in (None, *ALPHAS))
             found = tried(_Choice(share, cap) for share in (found.alpha, None) for cap in CAPS)
-        return found, scale_of(inputs, found), before, losses[found]
+        return _Best(found, scale_of(inputs, found), before, losses[found])
 
     def loss(self, scale: Tensor) -> float:
         parts: list[float] = gather(sum(trial.error(scale) for trial in self.trials) / max(len(self.trials), 1))
@@ -343,9 +290,9 @@ class _Trial:
 
     def input_sizes(self, num_channels: int) -> Tensor:
         """How large each channel is in the half that ranges are found on, `(channels,)`."""
-        axis = -1 - len(self.reader.layer.kernel_size) if isinstance(self.reader.layer, _ConvNd) else -1
+        axis = -1 - num_dims(self.reader.layer)
         sizes = torch.stack([x.abs().movedim(axis, 0).flatten(1).amax(1) for x in self.seen]).amax(0)
-        return largest_by_channel(sizes.double(), self.reader.channels.long(), num_channels)
+        return largest_by_channel(sizes.double(), self.reader.channels, num_channels)
 
     @torch.no_grad()
     def error(self, scale: Tensor) -> float:
@@ -353,12 +300,12 @@ class _Trial:
         factors = self.reader.factors(scale).to(self.weight)
         scaled = [self.weight * along_inputs(layer, factors)]
         weight = _quantized(self.weight_quantizer, scaled, scaled)[0]
-        spread = factors.reshape(-1, *([1] * len(layer.kernel_size))) if isinstance(layer, _ConvNd) else factors
+        spread = factors.reshape(-1, *([1] * num_dims(layer)))
         seen, judged = ([x / spread for x in parts] for parts in (self.seen, self.judged))
         inputs = _quantized(self.input_quantizer, seen, judged)
         outputs = [forward_with(layer, weight, self.bias, (x,), {}) for x in inputs]
-        per_row = not isinstance(layer, _ConvNd)
-        errors = [relative_error(y, t, per_row=per_row) for y, t in zip(outputs, self.targets, strict=True)]
+        pairs = zip(outputs, self.targets, strict=True)
+        errors = [relative_error(y, t, per_row=num_dims(layer) == 0) for y, t in pairs]
         return sum(errors) / max(len(errors), 1)
 
 
@@ -366,11 +313,9 @@ def _input_quantizer(root: fx.GraphModule, node: fx.Node, wrapper: nn.Module) ->
     """The quantizer of the layer's input; None if the input stays in float."""
     if isinstance(wrapper, WeightedQuantOpr) and not wrapper.input_quantizer.fake_fused:
         return wrapper.input_quantizer
-    source = node.all_input_nodes[0]
-    front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
-    if isinstance(front, (QIdentity, QShared)) and not front.input_quantizer.fake_fused:
-        return front.input_quantizer
-    return None
+    front = module_of(node.all_input_nodes[0], root)
+    quantizer = front.input_quantizer if isinstance(front, (QIdentity, QShared)) else None
+    return None if quantizer is None or quantizer.fake_fused else quantizer
 
 
 def _quantized(quantizer: Quantizer | None, seen: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -400,7 +345,7 @@ def _insert(qmodel: QuantModel, runs: FloatRuns) -> list[InsertedFactor]:
         if node in covered or not isinstance(wrapper, WeightedQuantOpr) or not isinstance(wrapper.op, nn.Linear):
             continue
         (source,) = node.all_input_nodes
-        front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
+        front = module_of(source, root)
         if isinstance(front, QShared) or _input_quantizer(root, node, wrapper) is None:
             continue
         key = (source.all_input_nodes[0], source) if isinstance(front, QIdentity) else (source, None)
@@ -409,13 +354,11 @@ def _insert(qmodel: QuantModel, runs: FloatRuns) -> list[InsertedFactor]:
     for (source, quantizer), layers in groups.items():
         if quantizer is not None and set(quantizer.users) != set(layers):
             continue  # other ops read the same grid
-        first = root.get_submodule(str(layers[0].target))
-        assert isinstance(first, WeightedQuantOpr) and isinstance(first.op, nn.Linear)
+        first: Any = module_of(layers[0], root)
         readers = [quantizer] if quantizer is not None else layers
-        name, number = f"smoothing_{layers[0].name}", 0
-        while name in taken:
-            number += 1
-            name = f"smoothing_{layers[0].name}_{number}"
+        wanted = f"smoothing_{layers[0].name}"
+        names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(1)))
+        name = next(name for name in names if name not in taken)
         found.append(InsertedFactor(name, source.name, tuple(n.name for n in readers), (first.op.in_features,)))
     insert_factors(qmodel, found)
     return found

@@ -1,16 +1,13 @@
-"""Batch-norm tuning as a step of `ALGORITHMS`: re-estimates statistics on the calibration data, then folds the norms.
-
-Folding them is in `calibrating/fold_batchnorm.py`.
-"""
+"""Batch-norm tuning as a step of `ALGORITHMS`; the norms are folded by `calibrating/fold_batchnorm.py`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.config.algorithm_steps import BATCHNORM_TUNING
@@ -20,7 +17,7 @@ from sparsebit.execution.norm_statistics import restarted_statistics
 from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.calibrating.float_values import forget_float_parameters, in_float
+from sparsebit.quantization.calibrating.model_state import forget_float_parameters, in_float, switched
 from sparsebit.quantization.model.quant_model import QuantModel
 
 log = logging.getLogger(__name__)
@@ -59,32 +56,26 @@ def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method =
     >>> tune_batchnorms(qmodel, batches)  # doctest: +SKIP
     {'layer1.0.bn1': 0.12, ...}
     """
-    norms = {name: module for name, module in qmodel.model.named_modules() if _has_statistics(module)}
+    modules = ((name, module) for name, module in qmodel.model.named_modules() if is_itself(module, _BatchNorm))
+    norms = {name: norm for name, norm in modules if norm.running_mean is not None}
     if not norms:
-        remedy = qmodel.config.without_batchnorm_tuning
+        remedy = qmodel.config.without_batchnorm_tuning or "set SCHEDULE.BN_TUNING: true, which keeps them unfolded"
         raise CalibrationError(
-            "batchnorm_tuning: no batch norm with running statistics is in the model, or they are folded; "
-            + (remedy or "set SCHEDULE.BN_TUNING: true, which keeps them from being folded when the model is built")
+            f"batchnorm_tuning: no batch norm with running statistics is in the model, or they are folded; {remedy}"
         )
-    trained = {norm: _statistics(norm) for norm in norms.values()}
-    switches = {quantizer: quantizer.use_quant for quantizer in qmodel.quantizers()}
-    expected = trained
+    expected = trained = {norm: _statistics(norm) for norm in norms.values()}
     if method == "difference":
         with in_float(qmodel):
             expected = _float_statistics(qmodel, norms.values(), data)
-    after: dict[_BatchNorm, Statistics] = {}
-    try:
-        with qmodel.batchnorm_tuning():
-            _run(qmodel, norms.values(), data)
-            for norm in norms.values():
-                if method == "difference" and norm.num_batches_tracked:
-                    _store(norm, _corrected(trained[norm], expected[norm], _statistics(norm), norm.eps))
-                after[norm] = _statistics(norm)
-    finally:
-        for quantizer, is_on in switches.items():
-            quantizer.use_quant = is_on
+    moved: dict[str, float] = {}
+    with switched(qmodel.quantizers()), qmodel.batchnorm_tuning():
+        _run(qmodel, norms.values(), data)
+        for name, norm in norms.items():
+            if method == "difference" and norm.num_batches_tracked:
+                _store(norm, _corrected(trained[norm], expected[norm], _statistics(norm), norm.eps))
+            mean, variance, _ = trained[norm]
+            moved[name] = float(((norm.get_buffer("running_mean") - mean).abs() / (variance + norm.eps).sqrt()).max())
     forget_float_parameters(qmodel)
-    moved = {name: _moved(trained[norm], after[norm].mean, norm.eps) for name, norm in norms.items()}
     log.info("batch-norm tuning: %d norms", len(moved))
     return moved
 
@@ -112,18 +103,11 @@ def _run(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> None:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise CalibrationError(
-            f"batchnorm_tuning: {error}; give batches of several samples (16 or more are better)"
-        ) from error
-
-
-def _has_statistics(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return is_itself(module, _BatchNorm) and module.running_mean is not None
+        raise CalibrationError(f"batchnorm_tuning: {error}; give batches of several samples (16 or more)") from error
 
 
 def _statistics(norm: _BatchNorm) -> Statistics:
-    mean, variance, count = (norm.get_buffer(name).detach().clone() for name in _BUFFERS)
-    return Statistics(mean, variance, count)
+    return Statistics(*(norm.get_buffer(name).detach().clone() for name in _BUFFERS))
 
 
 def _store(norm: _BatchNorm, statistics: Statistics) -> None:
@@ -141,7 +125,3 @@ def _corrected(trained: Statistics, expected: Statistics, seen: Statistics, eps:
     ratio = torch.where(is_live, seen.variance / expected.variance.clamp_min(_TINY), 1.0)
     mean = seen.mean - ratio.sqrt() * (expected.mean - trained.mean)
     return Statistics(mean, ((trained.variance + eps) * ratio - eps).clamp_min(0), seen.num_batches)
-
-
-def _moved(trained: Statistics, mean: Tensor, eps: float) -> float:
-    return float(((mean - trained.mean).abs() / (trained.variance + eps).sqrt()).max())

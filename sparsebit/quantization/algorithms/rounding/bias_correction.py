@@ -1,13 +1,9 @@
-"""Bias correction of a calibrated model: each layer's bias compensates for the shift of its mean output.
-
-The arithmetic is in `bias_correction_math.py`.
-"""
+"""Bias correction of a calibrated model: each layer's bias compensates for the shift of its mean output."""
 
 from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +17,7 @@ from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.execution.distributed import gather
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.quantization.algorithms.layer_visits import (
-    folder_name,
+    folder_of,
     has_one_input,
     input_of,
     is_first_call,
@@ -65,33 +61,29 @@ def correct_biases(
 
     @torch.no_grad()
     def visit(data: BlockData) -> None:
-        (layer,) = data.block.modules.values()
-        node = data.block.nodes[0]
+        (layer,), node, name = data.block.modules.values(), data.block.nodes[0], data.block.name
         if not isinstance(layer, WeightedQuantOpr) or not isinstance(layer.op, (nn.Linear, _ConvNd)):
             return
-        bias = layer.op._parameters.get("bias")
+        bias, form = layer.op._parameters.get("bias"), layer_matrix(layer.op)
         if bias is None or is_parametrized(layer.op, "bias") or owners[id(bias)] > 1 or not is_first_call(node):
             return
         if method == "empirical":
             shift = _measured_shift(layer, data)
-        else:
-            form = layer_matrix(layer.op)
-            if form is None or not has_one_input(node):
-                log.warning("%s: not a plain linear layer or convolution; its bias stays", data.block.name)
-                return
+        elif form is not None and has_one_input(node):
             shift = _expected_shift(layer, form, data)
+        else:
+            log.warning("%s: not a plain linear layer or convolution; its bias stays", name)
+            return
         if not bool(shift.isfinite().all()):
-            raise CalibrationError(
-                f"{data.block.name}: its mean input or output is not finite; a batch has NaN or infinity"
-            )
+            raise CalibrationError(f"{name}: its mean input or output is not finite; a batch has NaN or infinity")
         # On a second run the correction replaces the first one: it is relative to the float model's bias.
         kept, path = qmodel.float_parameters, f"{node.target}.op"
         before = kept.get(f"{path}.bias") if method == "analytic" and kept.get(f"{path}.weight") is None else None
         bias.copy_((bias if before is None else before.to(bias)) + shift.to(bias))
-        found[data.block.name] = float(shift.abs().max())
-        log.debug("%s: bias corrected by up to %.4g", data.block.name, found[data.block.name])
+        found[name] = float(shift.abs().max())
+        log.debug("%s: bias corrected by up to %.4g", name, found[name])
 
-    folder = None if resume is None else Path(resume) / folder_name("bias-correction", {"method": method})
+    folder = folder_of(resume, "bias-correction", {"method": method})
     qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
     log.info("bias correction: %d layers", len(found))
     return found
@@ -100,7 +92,7 @@ def correct_biases(
 def _measured_shift(layer: WeightedQuantOpr, data: BlockData) -> Tensor:
     targets, outputs = Means(), Means()
     for batch, (output,) in enumerate(data.outputs()):
-        axis = _channel_axis(layer.op, output)
+        axis = output.ndim - len(layer.op.kernel_size) - 1 if isinstance(layer.op, _ConvNd) else -1
         targets.add(data.targets[batch][0], axis)
         outputs.add(output, axis)
     return empirical_shift(_merged(targets), _merged(outputs))
@@ -121,16 +113,9 @@ def _expected_shift(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData)
     return analytic_shift(original, rounded, mean).flatten()
 
 
-def _channel_axis(op: nn.Module, output: Tensor) -> int:
-    return output.ndim - len(op.kernel_size) - 1 if isinstance(op, _ConvNd) else -1
-
-
 def _merged(means: Means) -> Means:
     """Over all processes."""
-    states = gather(means.state())
-    if len(states) == 1:
-        return means
     merged = Means()
-    for state in states:
+    for state in gather(means.state()):
         merged.merge(Means.from_state(state))
     return merged

@@ -7,19 +7,18 @@ the matching scales.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, fx
-from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.blocks.engine import BlockData
@@ -35,19 +34,20 @@ from sparsebit.numerics.rounding.scale_search_math import Rounding, ScaleSearch
 from sparsebit.numerics.spec import PerGroup
 from sparsebit.numerics.weight_grid import Grid
 from sparsebit.quantization.algorithms.layer_visits import (
-    folder_name,
+    folder_of,
     has_one_input,
     input_of,
     is_first_call,
     num_owners,
+    smallest_scale,
     store_codes,
     weights_outside,
+    why_weight_stays,
 )
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 log = logging.getLogger(__name__)
 
@@ -122,18 +122,12 @@ def gptq(
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
     """
+    share, num_candidates = _DAMPING if damping == "auto" else damping, _NUM_CANDIDATES[scale_search]
     rounding = Rounding(
-        act_order,
-        _DAMPING if damping == "auto" else damping,
-        block_size,
-        scale_search,
-        num_candidates=_NUM_CANDIDATES[scale_search],
-        sweeps=sweeps,
-        refit=refit,
+        act_order, share, block_size, scale_search, num_candidates=num_candidates, sweeps=sweeps, refit=refit
     )
     options = _Options(rounding, input_correction, correct_bias, keep_variance, max_rows, damping == "auto")
-    run = _Run(qmodel, options)
-    folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
+    run, folder = _Run(qmodel, options), folder_of(resume, "gptq", asdict(options))
     qmodel.visit_blocks(data, run.visit, blocks="layers", memory_budget=memory_budget, resume=folder)
     run.reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
     run.tell()
@@ -152,12 +146,11 @@ class _Run:
 
     @torch.no_grad()
     def visit(self, data: BlockData) -> None:
-        (layer,) = data.block.modules.values()
+        (layer,), name = data.block.modules.values(), data.block.name
         if not isinstance(layer, WeightedQuantOpr) or not is_first_call(data.block.nodes[0]):
             return
         if not layer.weight_quantizer.is_enable:  # switched off by the config
             return
-        name = data.block.name
         form = _matrix_form(layer, data.block.nodes[0], self.owners)
         if isinstance(form, str):
             self.reasons[name] = form
@@ -184,30 +177,17 @@ class _Run:
             )
 
 
-# --- which layers
-
-
 def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int]) -> LayerMatrix | str:
     """The layer as a matrix product, or the reason why its weight is not changed."""
-    weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
     form = layer_matrix(layer.op)
-    if is_parametrized(layer.op) or weight is None:
-        return "its weight is computed (pruning, a norm of the weight)"
+    if reason := why_weight_stays(layer, owners):
+        return reason
     if form is None:
         return f"{type(layer.op).__name__} is not a plain linear layer or convolution"
-    if owners.get(id(weight), 1) > 1:
-        return "its weight belongs to several layers"
     if not has_one_input(node):
         return "it is called with more than its input"
-    if not rounds_by_operator(quantizer) or type(quantizer).transform is not Quantizer.transform:
-        return f"the quantizer {quantizer.TYPE!r} rounds in its own way"
-    if not {"scale", "zero_point"} <= {*quantizer._parameters, *quantizer._buffers}:
-        return f"the quantizer {quantizer.TYPE!r} computes its scale from other numbers"
-    granularity = quantizer.spec.granularity
+    weight, granularity = layer.op.get_parameter("weight"), layer.weight_quantizer.spec.granularity
     return form.in_parts(weight, granularity.size * weight[0, 0].numel() if isinstance(granularity, PerGroup) else 1)
-
-
-# --- one layer
 
 
 def _round_layer(
@@ -220,14 +200,7 @@ def _round_layer(
     path = data.block.nodes[0].target
     weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
     float_weight = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight))
-    halves, power = _moments(
-        layer,
-        form,
-        data,
-        float_weight if options.keep_variance else None,
-        with_originals=options.input_correction != 0 or options.correct_bias or options.keep_variance,
-        max_rows=options.max_rows,
-    )
+    halves, power = _moments(layer, form, data, float_weight if options.keep_variance else None, options)
     moments = InputMoments(halves[0].dtype)
     for half in halves:
         moments.merge(half)
@@ -266,10 +239,10 @@ def _round_layer(
 
 
 class _OutputPower:
-    """Sums of a layer's float outputs and of their squares, `(groups, rows of the weight)`, in float64."""
+    """Sums of a layer's float outputs and of their squares, `(2, groups, rows of the weight)`, in float64."""
 
     def __init__(self) -> None:
-        self.total, self.sums = 0.0, torch.zeros(2)
+        self.total, self.sums = 0.0, torch.zeros((), dtype=torch.float64)
 
     def add(self, outputs: Tensor, weight: float) -> None:
         """`(groups, rows of data, rows of the weight)`; `weight`: how much each row of data counts."""
@@ -277,68 +250,52 @@ class _OutputPower:
         self.merge(weight * sums, weight * outputs.shape[1])
 
     def merge(self, sums: Tensor, total: float) -> None:
-        if total:
-            self.sums, self.total = (self.sums + sums if self.total else sums), self.total + total
+        self.sums, self.total = self.sums.to(sums.device) + sums, self.total + total
 
     def variance(self, *, centered: bool) -> Tensor:
-        mean: Tensor
-        square: Tensor
-        mean, square = self.sums / (self.total or 1)
+        mean, square = (self.sums / (self.total or 1)).unbind()
         return (square - mean.square()).clamp_min(0) if centered else square
 
 
 def _moments(
-    layer: WeightedQuantOpr,
-    form: LayerMatrix,
-    data: BlockData,
-    float_weight: Tensor | None,
-    *,
-    with_originals: bool,
-    max_rows: int | None,
+    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, float_weight: Tensor | None, options: _Options
 ) -> tuple[tuple[InputMoments, InputMoments], _OutputPower]:
     """The moments of the layer's quantized and float inputs, over all processes, for each half of the batches.
 
     A single batch is split into halves of its rows. With `float_weight`, also the power of the float output for the
     same rows. Samples that are far larger than nearly all others get a small weight.
     """
-    device = layer.op.get_parameter("weight").device
-    dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
+    weight = layer.op.get_parameter("weight")
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     halves, power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-    step = 1
-    usual = _usual_level(form, data)
+    with_originals = options.input_correction != 0 or options.correct_bias or options.keep_variance
+    step, usual = 1, _usual_level(form, data)
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
-        if index == 0 and max_rows is not None:
-            columns = form.matrix(layer.op.get_parameter("weight")).shape[-1]
-            wanted = max(max_rows, 2 * _FEWEST_ROWS * columns)
+        if index == 0 and options.max_rows is not None:
+            wanted = max(options.max_rows, 2 * _FEWEST_ROWS * form.matrix(weight).shape[-1])
             step = max(1, form.num_rows(x) * data.num_batches // wanted)
         original = input_of(data, data.float_inputs, index) if with_originals else x
         for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches * num_ranks > 1)):
             # Each rank has every n-th batch, as samplers distribute them: the halves equal those of one process.
             half = halves[(index * num_ranks + rank + place) % 2]
-            for own, float_own, weight in _by_weight(part, other, usual):
-                if not with_originals:
-                    for patches in form.patches(own, step):
-                        half.add(patches, weight=weight)
-                    continue
-                for patches, others in zip(form.patches(own, step), form.patches(float_own, step), strict=True):
-                    half.add(patches, others, weight)
-                    if float_weight is not None:
-                        power.add(others.to(dtype) @ float_weight.mT.to(dtype), weight)
+            for own, float_own, importance in _by_weight(part, other, usual):
+                originals = form.patches(float_own, step) if with_originals else itertools.repeat(None)
+                for patches, others in zip(form.patches(own, step), originals, strict=False):
+                    half.add(patches, others, importance)
+                    if others is not None and float_weight is not None:
+                        power.add(others.to(dtype) @ float_weight.mT.to(dtype), importance)
     merged, total_power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
     for states, sums, amount in gather(([half.state() for half in halves], power.sums.cpu(), power.total)):
         for total, state in zip(merged, states, strict=True):
-            total.merge(InputMoments.from_state(state, device))
-        total_power.merge(sums.to(device), amount)
+            total.merge(InputMoments.from_state(state, weight.device))
+        total_power.merge(sums.to(weight.device), amount)
     return merged, total_power
 
 
 def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
-    """The usual level of the float inputs' samples, over all processes; None if no sample is far above it.
-
-    Only for images, whose first dimension certainly is the batch.
-    """
+    """The usual level of the float inputs' samples (images only), on all processes; None if none is far above it."""
     counts: Counter[int] = Counter()
     for index in range(data.num_batches if form.num_dims >= 2 else 0):
         x = input_of(data, data.float_inputs, index)
@@ -378,10 +335,8 @@ def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:
     scale, zero_point = (param.detach().reshape(-1).double() for param in quantizer.qparams())
     numbers = torch.arange(scale.numel(), device=weight.device)
     index = broadcast_to(numbers, weight.shape, quantizer.spec.granularity).expand(weight.shape)
-    smallest, bias = torch.full_like(scale, SMALLEST_SCALE), layer.stored_bias()
-    for rounding, _ in layer.arithmetics:
-        if bias is not None and rounding is not None:  # twice the room, because the bias may be corrected
-            smallest = torch.maximum(smallest, 2 * rounding.smallest_scale(bias).to(scale))
+    least, smallest = smallest_scale(layer), torch.full_like(scale, SMALLEST_SCALE)
+    smallest = smallest if least is None else torch.maximum(smallest, least.to(scale))
     scale = torch.maximum(scale.abs(), smallest)
     return Grid(scale, zero_point.round().expand_as(scale), form.matrix(index), quantizer.spec, smallest)
 

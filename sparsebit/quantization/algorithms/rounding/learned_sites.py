@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.training import Decay, ParameterGroup
@@ -21,13 +20,21 @@ from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.numerics.rounding.learned_codes import LearnedCodes, RoundingKind, StartGrid
-from sparsebit.quantization.algorithms.layer_visits import is_first_call, store_codes
+from sparsebit.quantization.algorithms.layer_visits import (
+    has_own_grid,
+    is_first_call,
+    smallest_scale,
+    store_codes,
+    why_weight_stays,
+)
 from sparsebit.quantization.building.float_parameters import FloatParameters
+from sparsebit.quantization.calibrating.model_state import quantizers_of
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerKernel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
+from sparsebit.quantization.quantizers.base import Quantizer
 
+Unit = Literal["layers", "blocks", "network"]
 _DECAYS: dict[RoundingKind, Decay] = {"sigmoid": "constant", "sign": "linear", "latent": "cosine", "none": "constant"}
 
 
@@ -42,33 +49,21 @@ class Rates:
 
 
 class LearnedWeight:
-    """A weight whose rounding, and optionally its scale, is learned. `original`: its float values.
+    """A weight whose codes, and optionally scale, are learned, from the current codes. `original`: its float values."""
 
-    It starts with the current codes of the weight.
-    """
-
-    def __init__(
-        self,
-        quantizer: Quantizer,
-        weight: nn.Parameter,
-        original: Tensor,
-        kind: RoundingKind,
-        *,
-        learns_scale: bool,
-        smallest_scale: Tensor | None = None,
-    ) -> None:
-        self.quantizer, self.weight, self.learns_scale = quantizer, weight, learns_scale
-        spec = quantizer.spec
-        scale, zero_point = (number.detach().clone() for number in quantizer.qparams())
-        smallest = scale.new_tensor(SMALLEST_SCALE) if smallest_scale is None else smallest_scale
-        self.present = codes_of(weight.detach(), scale, zero_point, spec).to(scale)
+    def __init__(self, layer: WeightedQuantOpr, original: Tensor | None, kind: RoundingKind, learns: bool) -> None:
+        self.quantizer, self.weight = layer.weight_quantizer, layer.op.get_parameter("weight")
+        self.learns_scale, spec, least = learns, self.quantizer.spec, smallest_scale(layer)
+        original = self.weight if original is None else original
+        scale, zero_point = (number.detach().clone() for number in self.quantizer.qparams())
+        smallest = scale.new_tensor(SMALLEST_SCALE) if least is None else least
+        self.present = codes_of(self.weight.detach(), scale, zero_point, spec).to(scale)
         grid = StartGrid(scale, zero_point.round(), spec.qmin, spec.qmax, spec.symmetric, self._wide, smallest)
-        self.learned = LearnedCodes(original.detach().to(scale), self.present, grid, kind, learns_scale=learns_scale)
+        self.learned = LearnedCodes(original.detach().to(scale), self.present, grid, kind, learns_scale=learns)
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
         learned = self.learned
-        decay = _DECAYS[learned.kind]
-        rounding = ParameterGroup((learned.v,), rates.rounding, decay, signed=learned.kind == "sign")
+        rounding = ParameterGroup((learned.v,), rates.rounding, _DECAYS[learned.kind], signed=learned.kind == "sign")
         scales = ParameterGroup(tuple(learned.factors), rates.weight_scale, "cosine", lowest=0.3, highest=2.0)
         return [rounding] * (learned.kind != "none") + [scales] * self.learns_scale
 
@@ -94,15 +89,15 @@ class LearnedStep:
     `drop`: in training, the share of the elements that stay in float (QDrop, section 3.3).
     """
 
-    def __init__(self, quantizer: Quantizer, *, is_learned: bool, drop: float, generator: torch.Generator) -> None:
-        self.quantizer, self.is_learned, self.drop, self.generator = quantizer, is_learned, drop, generator
+    def __init__(self, quantizer: Quantizer, settings: Settings, generator: torch.Generator) -> None:
+        self.quantizer, self.generator = quantizer, generator
+        self.is_learned, self.drop = settings.learn_step_sizes, settings.drop
         self.scale, self.zero_point = (number.detach().clone() for number in quantizer.qparams())
         spec = quantizer.spec
-        self.log_factor = torch.zeros_like(self.scale).requires_grad_(is_learned)
+        self.log_factor = torch.zeros_like(self.scale).requires_grad_(self.is_learned)
         # A grid that starts at zero is that of a ReLU: its start stays fixed.
-        moves = is_learned and not spec.symmetric and bool((self.zero_point > spec.qmin).all())
+        moves = self.is_learned and not spec.symmetric and bool((self.zero_point > spec.qmin).all())
         self.shift = torch.zeros_like(self.zero_point).requires_grad_(moves)
-        self.is_training = True
         self._drops: Tensor | None = None
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
@@ -112,18 +107,11 @@ class LearnedStep:
     def __call__(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        scale, zero_point = self.grid()
-        spec = self.quantizer.spec
-        y = dispatch.fake_quantize(x, scale, zero_point, spec, gradient="lsq", tag=self.quantizer.name)
-        if not self.is_training or not self.drop:
-            return y
-        return torch.where(self._dropped(x), x, y)
+        y = dispatch.fake_quantize(x, *self.grid(), self.quantizer.spec, gradient="lsq", tag=self.quantizer.name)
+        return torch.where(self._dropped(x), x, y) if self.drop else y
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """A mask of the elements that stay in float: a random window of random numbers, which are drawn once.
-
-        Drawing one number for each element in each step would take as long as the layer.
-        """
+        """A mask of elements that stay in float: a window of numbers drawn once, since drawing is slow."""
         size = x.numel()
         if self._drops is None or len(self._drops) < 2 * size:
             self._drops = (torch.rand(2 * size, generator=self.generator) < self.drop).to(x.device)
@@ -145,13 +133,21 @@ class LearnedStep:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Switches: which parameters are learned."""
+class Settings:
+    """The settings in which methods differ. `unit`: what is learned at once. `drop`: see `LearnedStep`."""
 
+    unit: Unit
     rounding: RoundingKind
-    step_sizes: bool
-    weight_scales: bool
-    biases: bool
+    learn_step_sizes: bool
+    learn_weight_scales: bool
+    learn_biases: bool
+    drop: float
+    fisher: bool
+
+    def changed(self, *wishes: Any) -> Settings:
+        """With these values of all fields but `unit`; None: as it is."""
+        pairs = zip(astuple(self)[1:], wishes, strict=True)
+        return Settings(self.unit, *(now if wish is None else wish for now, wish in pairs))
 
 
 @dataclass(frozen=True)
@@ -164,8 +160,8 @@ class Sites:
     were_fitted: bool = False  # by an algorithm before
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
-        found = [group for weight in self.weights for group in weight.groups(rates)]
-        found += [group for step in self.steps for group in step.groups(rates)]
+        learned: tuple[LearnedWeight | LearnedStep, ...] = (*self.weights, *self.steps)
+        found = [group for site in learned for group in site.groups(rates)]
         return found + [ParameterGroup((bias,), rates.bias * size, "cosine") for bias, size in self.biases]
 
     def store(self) -> int:
@@ -176,79 +172,38 @@ class Sites:
 
 
 def find_sites(
-    block: Block,
-    wanted: Wanted,
-    owners: dict[int, int],
-    float_parameters: FloatParameters,
-    drop: float,
-    generator: torch.Generator,
-    reasons: dict[str, str],
-) -> Sites:
-    """The parameters of the block that can be learned; `reasons` collects why a weight cannot.
-
-    A layer that later blocks call again is learned with its first call.
-    """
+    block: Block, settings: Settings, owners: dict[int, int], floats: FloatParameters, generator: torch.Generator
+) -> tuple[Sites, dict[str, str]]:
+    """The parts of the block that can be learned, a layer at its first call, and by path why a weight cannot."""
+    reasons: dict[str, str] = {}
     weights: list[LearnedWeight] = []
     steps: dict[Quantizer, LearnedStep] = {}
     biases: list[tuple[nn.Parameter, float]] = []
-    for path, layer in _first_called(block):
+    were_fitted = False
+    for node in block.nodes:
+        if node.op != "call_module" or not is_first_call(node):
+            continue
+        path, layer = str(node.target), block.modules[str(node.target)]
+        original = floats.get(f"{path}.op.weight")
+        were_fitted |= original is not None
         if isinstance(layer, WeightedQuantOpr) and layer.weight_quantizer.is_enable:
-            reason = why_not_learned(layer, owners)
-            if reason:
+            if reason := why_weight_stays(layer, owners) or _why_unequal(layer.weight_quantizer):
                 reasons[path] = reason
             else:
-                weights.append(_learned_weight(path, layer, wanted, float_parameters))
+                weights.append(LearnedWeight(layer, original, settings.rounding, settings.learn_weight_scales))
                 bias = layer.op._parameters.get("bias")
-                if wanted.biases and bias is not None and owners[id(bias)] == 1:
+                if settings.learn_biases and bias is not None and owners[id(bias)] == 1:
                     biases.append((bias, _row_norm(layer)))
-        for quantizer in layer.modules():
-            if isinstance(quantizer, Quantizer) and _has_grid(quantizer):
-                steps[quantizer] = LearnedStep(quantizer, is_learned=wanted.step_sizes, drop=drop, generator=generator)
-    were_fitted = any(float_parameters.get(f"{path}.op.weight") is not None for path, _ in _first_called(block))
-    return Sites(tuple(weights), tuple(steps.values()), tuple(biases), were_fitted)
+        for quantizer in quantizers_of(layer):
+            is_site = quantizer.is_enable and quantizer.target == "activation"
+            if is_site and quantizer.spec.format == "integer" and has_own_grid(quantizer):
+                steps[quantizer] = LearnedStep(quantizer, settings, generator)
+    return Sites(tuple(weights), tuple(steps.values()), tuple(biases), were_fitted), reasons
 
 
-def why_not_learned(layer: WeightedQuantOpr, owners: dict[int, int]) -> str:
-    """The reason why the layer's weight is not learned; empty if it is."""
-    weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
-    if is_parametrized(layer.op) or weight is None:
-        return "its weight is computed (pruning, a norm of the weight)"
-    if owners.get(id(weight), 1) > 1:
-        return "its weight belongs to several layers"
-    if not rounds_by_operator(quantizer) or type(quantizer).transform is not Quantizer.transform:
-        return f"the quantizer {quantizer.TYPE!r} rounds in its own way"
-    if quantizer.spec.format != "integer" or not _stores_scale(quantizer):
-        return f"the quantizer {quantizer.TYPE!r} has no grid of equal steps with a scale of its own"
-    return ""
-
-
-def _first_called(block: Block) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-    modules = block.modules
-    for node in block.nodes:
-        if node.op == "call_module" and id(modules[str(node.target)]) not in seen:
-            seen.add(id(modules[str(node.target)]))
-            if is_first_call(node):
-                yield str(node.target), modules[str(node.target)]
-
-
-def _learned_weight(
-    path: str, layer: WeightedQuantOpr, wanted: Wanted, float_parameters: FloatParameters
-) -> LearnedWeight:
-    weight, original = layer.op.get_parameter("weight"), float_parameters.get(f"{path}.op.weight")
-    smallest, bias = None, layer.stored_bias()
-    for rounding, _ in layer.arithmetics:
-        if bias is not None and rounding is not None:  # twice the room, because the bias may be learned
-            least = 2 * rounding.smallest_scale(bias)
-            smallest = least if smallest is None else torch.maximum(smallest, least)
-    return LearnedWeight(
-        layer.weight_quantizer,
-        weight,
-        weight if original is None else original,
-        wanted.rounding,
-        learns_scale=wanted.weight_scales,
-        smallest_scale=smallest,
-    )
+def _why_unequal(quantizer: Quantizer) -> str:
+    is_equal = quantizer.spec.format == "integer"
+    return "" if is_equal else f"the quantizer {quantizer.TYPE!r} has no grid of equal steps"
 
 
 def _row_norm(layer: WeightedQuantOpr) -> float:
@@ -257,44 +212,25 @@ def _row_norm(layer: WeightedQuantOpr) -> float:
     return float(weight.flatten(1).norm(dim=1).mean()) if weight.ndim > 1 else 1.0
 
 
-def _has_grid(quantizer: Quantizer) -> bool:
-    return (
-        quantizer.is_enable
-        and quantizer.target == "activation"
-        and quantizer.spec.format == "integer"
-        and rounds_by_operator(quantizer)
-        and type(quantizer).transform is Quantizer.transform
-        and _stores_scale(quantizer)
-    )
-
-
-def _stores_scale(quantizer: Quantizer) -> bool:
-    return {"scale", "zero_point"} <= {*quantizer._parameters, *quantizer._buffers}
-
-
 @contextlib.contextmanager
 def in_place(sites: Sites, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the quantizers compute with the learned values, and layers as in training: with plain fake-quant
-    instead of a runtime's integer arithmetic, which has no gradient.
-    """
+    """Inside, quantizers compute with the learned values, and layers with plain fake-quant, which has a gradient."""
     parts = [part for module in modules for part in module.modules()]
-    kernels = [part for part in parts if isinstance(part, (IntegerKernel, BiasRounding))]
-    modes = [kernel.training for kernel in kernels]
+    kernels = {part: part.training for part in parts if isinstance(part, (IntegerKernel, BiasRounding))}
     biases = [(bias, bias.requires_grad) for bias, _ in sites.biases]
-    learned: dict[Quantizer, Any] = {site.quantizer: site for site in sites.weights}
-    learned.update({site.quantizer: site for site in sites.steps})
+    learned: tuple[LearnedWeight | LearnedStep, ...] = (*sites.weights, *sites.steps)
     try:
-        for quantizer, site in learned.items():
-            quantizer.__dict__["forward"] = site
+        for site in learned:
+            site.quantizer.__dict__["forward"] = site
         for kernel in kernels:
             kernel.training = True
         for bias, _ in biases:
             bias.requires_grad_()
         yield
     finally:
-        for quantizer in learned:
-            quantizer.__dict__.pop("forward", None)
-        for kernel, mode in zip(kernels, modes, strict=True):
+        for site in learned:
+            site.quantizer.__dict__.pop("forward", None)
+        for kernel, mode in kernels.items():
             kernel.training = mode
         for bias, was_trained in biases:
             bias.requires_grad_(was_trained)

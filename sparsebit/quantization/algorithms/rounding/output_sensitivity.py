@@ -15,7 +15,6 @@ from torch import Tensor, fx
 
 from sparsebit.execution.blocks.engine import BatchValues
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
-from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.quantization.calibrating.block_visits import FloatRun
@@ -46,24 +45,19 @@ class OutputSensitivity:
 
         The structure is that of the outputs: for a split, a tuple of tensors.
         """
-        return BatchValues(self.num_batches, lambda index: self._values(block, index))
+        return BatchValues(self.num_batches, lambda index: self.store.get((block.name, index)))
 
     def drop(self, block: Block) -> None:
         for index in range(self.num_batches):
             self.store.drop((block.name, index))
-
-    def _values(self, block: Block, index: int) -> Values:
-        found: Values = self.store.get((block.name, index))
-        return found
 
 
 def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.Node, Any], list[Tensor]]:
     """The values of the wanted nodes as parts of one autograd graph, and the network's float outputs."""
     kept: dict[fx.Node, Any] = {}
 
-    def followed(tensor: Tensor) -> Tensor:
-        is_constant = tensor.is_floating_point() and not tensor.requires_grad
-        return tensor.detach().requires_grad_() if is_constant else tensor
+    def followed(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_() if x.is_floating_point() and not x.requires_grad else x
 
     class Keeping(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -73,9 +67,9 @@ def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.N
             return value
 
     given = run.inputs_of(index)
-    placeholders = [node for node in run.graph_module.graph.nodes if node.op == "placeholder"]
-    arguments = [given.get(str(node.target), node.args[0] if node.args else None) for node in placeholders]
     (network,) = whole_graph(run.graph_module)  # ops between blocks compute in float too
+    placeholders = run.graph_module.graph.find_nodes(op="placeholder")
+    arguments = [given.get(str(node.target), node.args[0] if node.args else None) for node in placeholders]
     with run.as_float(network), torch.inference_mode(False), torch.enable_grad():
         output = Keeping(run.graph_module).run(*arguments)
     return kept, [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]

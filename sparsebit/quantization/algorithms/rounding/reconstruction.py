@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,15 +23,9 @@ from sparsebit.execution.blocks.training import BlockTraining, block_seed, mean_
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.rounding.learned_codes import RoundingKind
-from sparsebit.quantization.algorithms.layer_visits import folder_name, num_owners, weights_outside
+from sparsebit.quantization.algorithms.layer_visits import folder_of, num_owners, weights_outside
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.algorithms.rounding.learned_sites import (
-    Rates,
-    Sites,
-    Wanted,
-    find_sites,
-    in_place,
-)
+from sparsebit.quantization.algorithms.rounding.learned_sites import Rates, Settings, Sites, Unit, find_sites, in_place
 from sparsebit.quantization.algorithms.rounding.output_sensitivity import OutputSensitivity
 from sparsebit.quantization.calibrating.block_visits import block_state, load_block_state
 from sparsebit.quantization.model.quant_model import QuantModel
@@ -40,26 +33,6 @@ from sparsebit.quantization.model.quant_model import QuantModel
 log = logging.getLogger(__name__)
 
 Method = Literal["adaround", "brecq", "qdrop", "autoround", "distill"]
-Unit = Literal["layers", "blocks", "network"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings in which methods differ."""
-
-    unit: Unit
-    rounding: RoundingKind
-    learn_step_sizes: bool
-    learn_weight_scales: bool
-    learn_biases: bool
-    drop: float
-    fisher: bool
-
-    def changed(self, wishes: dict[str, Any]) -> Settings:
-        """These settings with those that are given; None: as they are."""
-        return replace(self, **{name: wish for name, wish in wishes.items() if wish is not None})
-
-
 # How far all steps together may move the rounding of a weight, relative to the distance between codes: with more, the
 # signed steps oscillate between codes.
 _TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "latent": 0.8, "none": 0.0}
@@ -131,59 +104,61 @@ def reconstruct(
     """Train rounding and scales of a calibrated model, in place, on `data` (batches as for calibration, no labels).
 
     Blocks are visited in order, each with the inputs from the quantized blocks before it; returns the result of each.
-    It starts with the current codes of the weights, so it continues from the result of `gptq`. A block whose error on
-    held-out samples did not fall is restored. Weights that cannot be learned (tied or computed ones) are unchanged,
-    and are logged.
+    It starts with the current codes, so it continues from the result of `gptq`. A block whose error on held-out samples
+    did not fall is restored. Weights that cannot be learned (tied or computed ones) are unchanged, and are logged.
 
-    `method`: the name of a set of defaults; each of them can be set separately. "adaround": each layer, rounding alone.
-    "brecq": blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with
-    `drop`. "autoround": blocks, sign-gradient rounding and scales of weights. "distill": the whole network, its weights
-    (any code), scales, step sizes and biases, against the outputs of the float model.
-
-    `blocks`: "layers", "blocks" (found in the graph), "network" (all at once, against the float model's outputs), or
-    module paths. `steps`: per block. `batch_size`: samples of a step. `rounding`: "sigmoid" (AdaRound), "sign"
-    (AutoRound), "latent" (the weights themselves, with straight-through gradients: any code), or "none" (codes stay).
-    `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the next in all steps.
-    `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, relative to the norm of the weight's
-    rows. `learn_step_sizes`: learn the step sizes of activations. `learn_weight_scales`: learn the scales of weights.
-    `learn_biases`: learn biases. `drop`: share of each activation's elements that each training step keeps in float.
-    `fisher`: weigh the errors of a block's output by their effect on the network's output. `float_share`: share of the
-    inputs' elements that come from the float model. `penalty`: weight of the sigmoid rounding's regularizer.
-    `patience`: stop a block when its loss has not fallen for so many tenths of the steps; 0: never. `bf16`: compute in
-    bfloat16 on a GPU. `held_out`: share of the samples that are not used for training and that decide which blocks are
-    restored; at least 8 of them (or a quarter of all, if that is less), at most 64. With 0, or fewer than 4 samples,
-    the training samples decide. `views`: learn from so many views of each image: itself, and copies that are mirrored
-    and shifted by up to an eighth. Inputs that are not images, (N, C, H, W), have one. `seed`: two runs with one seed
-    have equal bits. `memory_budget`: bytes of activations in memory; others are on disk. `resume`: a folder that keeps
-    each finished block; a run that was killed continues after them.
+    `method`: a set of defaults, which can be set separately. "adaround": each layer, rounding alone. "brecq": blocks,
+    step sizes of activations too, `fisher`. "qdrop": blocks, step sizes too, `drop`. "autoround": blocks, sign-gradient
+    rounding and scales of weights. "distill": the whole network: weights (any code), scales, step sizes and biases.
+    `blocks`: "layers", "blocks" (found in the graph), "network" (against the float model's outputs), or module paths.
+    `steps`: per block. `batch_size`: samples of a step. `rounding`: "sigmoid" (AdaRound), "sign" (AutoRound), "latent"
+    (the weights themselves, straight-through: any code), or "none" (codes stay). `lr`: of the rounding, in codes; by
+    default what moves a weight by one code in all steps. `scale_lr`: of step sizes and scales, as a share of them.
+    `bias_lr`: of biases, relative to the norm of the weight's rows. `learn_step_sizes`: learn the step sizes of
+    activations. `learn_weight_scales`: learn the scales of weights. `learn_biases`: learn biases. `drop`: share of each
+    activation's elements that a training step keeps in float. `fisher`: weigh errors by their effect on the network's
+    output. `float_share`: share of the inputs' elements that come from the float model. `penalty`: weight of the
+    sigmoid rounding's regularizer. `patience`: stop a block when its loss has not fallen for so many tenths of the
+    steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the samples (at least 8 or a quarter, at
+    most 64) that are not trained on and decide which blocks are restored; with 0, or of fewer than 4, the others do.
+    `views`: learn from so many views of each image (N, C, H, W): itself, and mirrored copies, shifted by up to an
+    eighth. `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of activations in memory; others are
+    on disk. `resume`: a folder that keeps each finished block; a run that was killed continues after them.
 
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
     """
-    changed = {
-        "rounding": rounding,
-        "learn_step_sizes": learn_step_sizes,
-        "learn_weight_scales": learn_weight_scales,
-        "learn_biases": learn_biases,
-        "drop": drop,
-        "fisher": fisher,
-    }
-    settings = METHODS[method].changed(changed)
-    unit: Any = settings.unit if blocks is None else blocks
+    chosen = rounding, learn_step_sizes, learn_weight_scales, learn_biases, drop, fisher
+    settings = METHODS[method].changed(*chosen)
+    training = BlockTraining(steps, batch_size, seed, float_share, patience, bf16)
+    rates = Rates(_TRAVEL[settings.rounding] / steps if lr is None else lr, scale_lr, scale_lr, bias_lr)
+    options = _Options(settings, training, rates, penalty, HoldOut(held_out, seed))
+    return _reconstructed(qmodel, data, options, method, blocks, views, memory_budget, resume)
+
+
+def _reconstructed(
+    qmodel: QuantModel,
+    data: Any,
+    options: _Options,
+    method: Method,
+    blocks: Any,
+    views: int,
+    memory_budget: int,
+    resume: str | os.PathLike[str] | None,
+) -> dict[str, BlockReconstruction]:
+    unit = options.settings.unit if blocks is None else blocks
     if not unit:
         raise ConfigError("reconstruct(blocks=[]): name at least one module, or leave it out")
-    training = BlockTraining(steps, batch_size, seed, float_share, patience, bf16)
-    lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
-    options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))
-    sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
+    sensitivity = None
+    if options.settings.fisher and unit != "network":
+        sensitivity = OutputSensitivity(memory_budget, options.training.seed)
     run = _Run(qmodel, options, sensitivity)
-    name = folder_name("reconstruction", {**asdict(options), "blocks": unit, "views": views})
     qmodel.visit_blocks(
         data,
         run.visit,
         blocks=None if unit == "blocks" else unit,
         memory_budget=memory_budget,
-        resume=None if resume is None else Path(resume) / name,
+        resume=folder_of(resume, "reconstruction", {**asdict(options), "blocks": unit, "views": views}),
         prepare=None if sensitivity is None else sensitivity.prepare,
         hold_out=options.hold_out,
         views=views,
@@ -204,17 +179,15 @@ class _Run:
         self.empty: list[str] = []
 
     def visit(self, data: BlockData) -> None:
-        block, settings = data.block, self.options.settings
-        generator = torch.Generator().manual_seed(block_seed(self.options.training.seed, f"drop/{block.name}"))
-        wanted = Wanted(
-            settings.rounding, settings.learn_step_sizes, settings.learn_weight_scales, settings.learn_biases
-        )
-        sites = find_sites(block, wanted, self.owners, self.float_parameters, settings.drop, generator, self.reasons)
-        if not sites.groups(self.options.rates):
+        block, options = data.block, self.options
+        generator = torch.Generator().manual_seed(block_seed(options.training.seed, f"drop/{block.name}"))
+        sites, reasons = find_sites(block, options.settings, self.owners, self.float_parameters, generator)
+        self.reasons |= reasons
+        if not sites.groups(options.rates):
             self.empty.append(block.name)
             return
         extras = None if self.sensitivity is None else self.sensitivity.of(block)
-        self.found[block.name] = result = _reconstruct_block(data, sites, self.options, extras)
+        self.found[block.name] = result = _reconstruct_block(data, sites, options, extras)
         if self.sensitivity is not None:
             self.sensitivity.drop(block)
         log.debug("%s: %s", block.name, result)
@@ -238,9 +211,6 @@ class _Run:
             log.warning("reconstruct() left %d weights as they were: %s", len(self.reasons), shown)
 
 
-# --- one block
-
-
 def _reconstruct_block(
     data: BlockData, sites: Sites, options: _Options, weights: BatchValues | None
 ) -> BlockReconstruction:
@@ -251,8 +221,10 @@ def _reconstruct_block(
     def error(part: BlockData) -> float:
         return mean_distance(part, squared_error, None if weights is None else weights.part(part.batches))
 
-    held_out = data.held_out
-    before, held_before = error(data), None if held_out is None else error(held_out)
+    def errors() -> tuple[float, float | None]:
+        return error(data), None if data.held_out is None else error(data.held_out)
+
+    before, held_before = errors()
 
     def distance(outputs: Values, targets: Values, extras: Values) -> Tensor:
         # Relative to the initial error, so that one penalty weight fits every block.
@@ -270,7 +242,7 @@ def _reconstruct_block(
             load_block_state(data.block, state)  # biases are trained in place
             raise
     num_changed = sites.store()
-    after, held_after = error(data), None if held_out is None else error(held_out)
+    after, held_after = errors()
     if held_before is not None and held_after is not None:
         is_kept = held_after < held_before
     else:

@@ -11,7 +11,8 @@ from torch import nn
 
 from sparsebit.quantization import QuantModel, correct_biases, equalize, gptq, reconstruct, smooth
 from sparsebit.quantization.algorithms.rescaling import channel_pairs_scaling
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import FloatRuns
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import SeenValues
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import FloatRuns, float_runs
 from tests.quantization import tiny
 
 DATA = list(torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(0)))
@@ -111,6 +112,16 @@ def test_float_outputs_are_compared_in_full_float32(scaling: str) -> None:
         SCALING[scaling](qmodel, DATA)
     assert seen == {(False, False)}
     assert torch.backends.cudnn.allow_tf32
+
+
+def test_held_out_samples_are_hidden_from_what_is_learned() -> None:
+    with float_runs(calibrated(), DATA, verb="equalize", asym=False, memory_budget=1 << 20) as runs:
+        (pair, *_) = pairs = runs.pairs()
+        watches = [SeenValues((), readers_of=pairs) for _ in range(2)]
+        runs.observe(*watches)
+        every, learned = (watch.inputs(pair) for watch in watches)
+        assert every is not None and learned is not None
+        assert (every.count, learned.count) == (48, 40)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -131,7 +131,7 @@ def test_biases_are_absorbed_where_a_constant_stays_one():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     with torch.no_grad():
         model[0].bias.add_(20)
-    data = [torch.randn(16, 4)]
+    data = [torch.randn(64, 4)]
     qmodel = sparsebit.quantize(model, data, PER_TENSOR)
     kept = copy.deepcopy(qmodel)
     found = equalize(qmodel, data)
