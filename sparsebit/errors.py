@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from importlib import metadata
 from types import FrameType
 
@@ -95,11 +96,7 @@ def import_problem(module: str) -> str:
 
 def _frames(error: BaseException) -> list[FrameType]:
     """The frames of the traceback, the innermost last."""
-    found, trace = [], error.__traceback__
-    while trace is not None:
-        found.append(trace.tb_frame)
-        trace = trace.tb_next
-    return found
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _imported(error: BaseException) -> list[str]:
