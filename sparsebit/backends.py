@@ -70,7 +70,9 @@ _ANY_WEIGHT = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits", "float8")
 FORMATS: dict[Format, NumberRules] = {
     "integer": _ANYTHING,
     "float8": NumberRules(
-        *(frozenset({8}), frozenset({"tensor", "channel"}), frozenset({True})),
+        frozenset({8}),
+        frozenset({"tensor", "channel"}),
+        frozenset({True}),
         "fp8 has 8 bits, one scale per tensor or per channel, and no zero point",
         frozenset({"float8"}),
     ),

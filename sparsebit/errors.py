@@ -95,8 +95,9 @@ def import_problem(module: str) -> str:
 
 
 def _frames(error: BaseException) -> list[FrameType]:
-    """The frames of the traceback, the innermost last."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """The frames of the traceback without those of importlib, the innermost last."""
+    found = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame for frame in found if not str(frame.f_globals.get("__name__")).startswith("importlib")]
 
 
 def _imported(error: BaseException) -> list[str]:

@@ -26,7 +26,7 @@ def to_plain(value: Any, hint: Any, path: str = "record") -> Any:
     """The value in JSON form."""
     if value is None:
         return None
-    if dataclasses.is_dataclass(hint):
+    if _is_record(hint):
         known = field_types(hint).items()
         return {name: to_plain(getattr(value, name), inner, f"{path}.{name}") for name, inner in known}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -58,7 +58,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return None if value is None else _read(_not_none(hint), value, path)
-    if dataclasses.is_dataclass(hint):
+    if _is_record(hint):
         return _read_fields(hint, value, path)
     if origin is tuple:
         if not isinstance(value, list) or (arguments[-1] is not Ellipsis and len(value) != len(arguments)):
@@ -101,6 +101,10 @@ def _read_scalar(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, bool) != (hint is bool) or not isinstance(value, hint):
         raise _wrong(path, value, {str: "a text", int: "a whole number", bool: "true or false"}[hint])
     return value
+
+
+def _is_record(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
 
 
 def _not_none(hint: Any) -> Any:

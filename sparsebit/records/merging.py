@@ -7,7 +7,7 @@ describe the former model or file are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from sparsebit.errors import RecordError
@@ -56,7 +56,7 @@ def _is_other_file(old: RunRecord, new: RunRecord) -> bool:
     return new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256)
 
 
-def _strangers(old: RunRecord, new: RunRecord, made: set[str]) -> str:
+def _strangers(old: RunRecord, new: RunRecord, made: Collection[str]) -> str:
     """The model or the file that the old record is about, if it has nothing to do with the new one; else empty."""
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
         what = f"another quantized {old.model.module_type} ({old.model.name})"
