@@ -48,7 +48,7 @@ class _Output:
 
     def add(self, expected: Any, found: Any, reference: Any | None) -> None:
         if expected.shape != found.shape:
-            raise DeploymentError(f"output {self.name}: shape {found.shape} in the file, not {expected.shape}")
+            raise DeploymentError(f"output {self.name}: shape {found.shape} in the file, where {expected.shape} is due")
         if expected.size == 0:
             return
         self.count += expected.size

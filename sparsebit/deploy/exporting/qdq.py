@@ -151,8 +151,8 @@ def _lower_constant(
     axis, attributes = site.place(weight.ndim)
     if axis is not None and site.group and whole_groups and weight.shape[axis] % site.group:
         raise DeploymentError(
-            f"{site.name}: the backend reads whole groups only, not groups of {site.group} of {weight.shape[axis]} "
-            "numbers; set a W.QUANTIZER.GROUP_SIZE that divides them, or a per-channel QSCHEME"
+            f"{site.name}: {weight.shape[axis]} numbers in groups of {site.group}, and the backend reads whole groups "
+            f"only; set a W.QUANTIZER.GROUP_SIZE that divides {weight.shape[axis]}, or a per-channel QSCHEME"
         )
     stored = _initializer(model, f"{site.name}/codes", codes, storage.name)
     scale, zero_point = _parameters(model, site, storage, weight.shape)
