@@ -52,9 +52,15 @@ def _rules(
     *more: Format,
 ) -> NumberRules:
     """`more`: formats besides integers."""
-    return NumberRules(
-        frozenset(bits), frozenset(granularities), frozenset(symmetric), advice, frozenset({"integer", *more})
-    )
+    formats: frozenset[Format] = frozenset({"integer", *more})
+    return NumberRules(frozenset(bits), frozenset(granularities), frozenset(symmetric), advice, formats)
+
+
+def _cpu_runtime(name: str, *, whole_groups: bool = False) -> Backend:
+    weight = _rules({8}, {"tensor", "channel"}, _BOTH, f"{name} runs 8-bit weights with 8-bit activations")
+    activation = _rules({8}, {"tensor"}, _BOTH, f"{name} runs 8-bit per-tensor activations")
+    alone = _rules({4, 8}, _ALL, _BOTH, f"{name} runs 4- or 8-bit weights with float activations", "float8")
+    return Backend(name, weight, activation, weight_only=alone, whole_groups=whole_groups)
 
 
 _ANYTHING = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits")
@@ -76,23 +82,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("virtual", weight=_ANY_WEIGHT, activation=_ANYTHING, weight_only=_ANY_WEIGHT),
-        Backend(
-            "onnxruntime",
-            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "onnxruntime runs 8-bit weights with 8-bit activations"),
-            activation=_rules({8}, {"tensor"}, _BOTH, "onnxruntime runs 8-bit per-tensor activations"),
-            weight_only=_rules(
-                {4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights with float activations", "float8"
-            ),
-        ),
-        Backend(
-            "openvino",
-            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "openvino runs 8-bit weights with 8-bit activations"),
-            activation=_rules({8}, {"tensor"}, _BOTH, "openvino runs 8-bit per-tensor activations"),
-            weight_only=_rules(
-                {4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights with float activations", "float8"
-            ),
-            whole_groups=True,
-        ),
+        _cpu_runtime("onnxruntime"),
+        _cpu_runtime("openvino", whole_groups=True),
         Backend(
             "tensorrt",
             weight=_rules({8}, {"channel"}, {True}, "tensorrt runs 8-bit per-channel-symmetric weights"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from importlib import metadata
 from types import FrameType
 
@@ -94,12 +95,9 @@ def import_problem(module: str) -> str:
 
 
 def _frames(error: BaseException) -> list[FrameType]:
-    """The frames of the traceback, the innermost last."""
-    found, trace = [], error.__traceback__
-    while trace is not None:
-        found.append(trace.tb_frame)
-        trace = trace.tb_next
-    return found
+    """The frames of the traceback without those of importlib, the innermost last."""
+    found = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame for frame in found if not str(frame.f_globals.get("__name__")).startswith("importlib")]
 
 
 def _imported(error: BaseException) -> list[str]:

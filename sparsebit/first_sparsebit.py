@@ -33,26 +33,26 @@ _DEFAULTS = "parse_qconfig and parse_sconfig fill in the defaults, and docs/refe
 _TREE = "torch.utils._pytree.tree_map(lambda t: t.cpu(), x), or t.to(device), t.detach()"
 
 # Ops that still have their own quantizers: today one class QuantOpr wraps them all, and `.op` is the original.
-_OPS: dict[str, dict[str, tuple[str, ...]]] = {
+_OPS: dict[str, dict[str, str]] = {
     "activations": {
-        "QReLU": ("relu",),
-        "QReLU6": ("relu6",),
-        "QLeakyReLU": ("leaky_relu",),
-        "QSigmoid": ("sigmoid",),
-        "QSiLU": ("silu",),
-        "QGELU": ("gelu",),
-        "QMish": ("mish",),
-        "QHardSigmoid": ("hardsigmoid",),
-        "QTanh": ("tanh",),
+        "QReLU": "relu",
+        "QReLU6": "relu6",
+        "QLeakyReLU": "leaky_relu",
+        "QSigmoid": "sigmoid",
+        "QSiLU": "silu",
+        "QGELU": "gelu",
+        "QMish": "mish",
+        "QHardSigmoid": "hardsigmoid",
+        "QTanh": "tanh",
     },
-    "conv": {"QConv2d": ("conv",), "QConvTranspose2d": ("conv_transpose",)},
-    "embedding": {"QEmbedding": ("embedding",)},
-    "linear": {"QLinear": ("linear",)},
-    "normalization": {"QBatchNorm2d": ("batch_norm",), "QBatchNorm1d": ("batch_norm",), "QLayerNorm": ("layer_norm",)},
-    "pool": {"MaxPool2d": ("max_pool",), "QAvgPool2d": ("avg_pool",), "QAdaptiveAvgPool2d": ("adaptive_avg_pool",)},
-    "resize": {"QUpsample": ("upsample",), "QInterpolate": ("upsample",)},
-    "unary": {"QSoftmax": ("softmax",)},
-    "math": {"QMean": ("mean",)},
+    "conv": {"QConv2d": "conv", "QConvTranspose2d": "conv_transpose"},
+    "embedding": {"QEmbedding": "embedding"},
+    "linear": {"QLinear": "linear"},
+    "normalization": {"QBatchNorm2d": "batch_norm", "QBatchNorm1d": "batch_norm", "QLayerNorm": "layer_norm"},
+    "pool": {"MaxPool2d": "max_pool", "QAvgPool2d": "avg_pool", "QAdaptiveAvgPool2d": "adaptive_avg_pool"},
+    "resize": {"QUpsample": "upsample", "QInterpolate": "upsample"},
+    "unary": {"QSoftmax": "softmax"},
+    "math": {"QMean": "mean"},
 }
 _OTHER_OPS: dict[str, dict[str, str]] = {
     "base": {
@@ -80,7 +80,7 @@ def _modules() -> dict[str, dict[str, str]]:
     for file, names in _OTHER_OPS.items():
         files.setdefault(file, {}).update(names)
     for file, ops in _OPS.items():
-        files.setdefault(file, {}).update({name: f"op:{','.join(rows)}" for name, rows in ops.items()})
+        files.setdefault(file, {}).update({name: f"op:{row}" for name, row in ops.items()})
     package = {name: today for names in files.values() for name, today in names.items()}
     package |= {
         "register_qmodule": f"{Q}.ops.registration:register_qmodule",
@@ -230,7 +230,8 @@ def former_names(path: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {path!r} has no attribute {name!r}")
         where, _, found = today.partition(":")
         if where == "op":
-            return _former_op(name, found.split(","))
+            doc = f"Layers that were {name} in the first Sparsebit, for isinstance. Today all of them are QuantOpr."
+            return _FormerOp(name, (), {"row": found, "__doc__": doc, "__module__": f"{Q}.modules"})
         if found and " " not in today:
             return getattr(importlib.import_module(where), found)
         raise ImportError(f"{path}.{name} is of the first Sparsebit; today: {today} (docs/guides/migration.md)")
@@ -271,20 +272,11 @@ class _FormerOp(type):
 
     def __instancecheck__(cls, layer: object) -> bool:
         kind = importlib.import_module(f"{Q}.ops.quant_opr").QuantOpr
-        return issubclass(type(layer), kind) and _is_former_op(layer, cls.__name__, vars(cls)["rows"])
+        return issubclass(type(layer), kind) and _is_former_op(layer, cls.__name__, vars(cls)["row"])
 
 
-def _former_op(name: str, rows: list[str]) -> type:
-    doc = f"Layers that were {name} in the first Sparsebit, for isinstance. Today all of them are QuantOpr."
-    return _FormerOp(name, (), {"rows": tuple(rows), "__doc__": doc, "__module__": f"{Q}.modules"})
-
-
-def _is_former_op(layer: Any, name: str, rows: tuple[str, ...]) -> bool:
+def _is_former_op(layer: Any, name: str, row: str) -> bool:
     op, table = layer.op, importlib.import_module("sparsebit.graph.ops.op_table")
-    row = table.row_of_module(op) if hasattr(op, "forward") else table.QMODULE_MAP.get(op)
-    if row is None or row.name not in rows:
-        return False
-    dimensions = name[-2:]
-    return (
-        dimensions not in ("1d", "2d") or dimensions in getattr(type(op), "__name__", "") or not hasattr(op, "forward")
-    )
+    found = table.row_of_module(op) if hasattr(op, "forward") else table.QMODULE_MAP.get(op)
+    is_sized = name[-2:] in ("1d", "2d") and hasattr(op, "forward")
+    return found is not None and found.name == row and (not is_sized or name[-2:] in type(op).__name__)

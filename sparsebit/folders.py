@@ -38,8 +38,8 @@ def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -
     above = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target, parent)
-    if alone:
-        _need_unused(target, parent)
+    for used in filter(_is_in_use, _staging_folders(target, parent) if alone else ()):
+        raise ConfigError(f"another process is writing {target} now (in {used}); wait, or choose another output")
     folder, lock = _made(parent, f".{target.name}{_MARK}")
     try:
         yield folder
@@ -57,10 +57,9 @@ def remove_abandoned(target: Path, parent: Path) -> None:
     """Remove the staging folders for `target` in `parent` whose process has ended."""
     with contextlib.suppress(OSError):
         for folder in _staging_folders(target, parent):
-            lock = _locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+            with contextlib.suppress(OSError), alone_in(folder) as has_locks:
+                if has_locks:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_staging_folder(name: str) -> bool:
@@ -71,9 +70,8 @@ def is_staging_folder(name: str) -> bool:
 def exchange(first: Path, second: Path) -> bool:
     """Swap two files or folders in one step; False, without any change, if the system cannot."""
     rename = _renameat2()
-    if rename is None:
-        return False
-    return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
+    names = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    return rename is not None and bool(rename(*names, _RENAME_EXCHANGE) == 0)
 
 
 def put_in_place(made: Path, target: Path) -> None:
@@ -87,11 +85,19 @@ def put_in_place(made: Path, target: Path) -> None:
             if number not in (errno.EEXIST, errno.EINVAL, errno.ENOSYS):
                 raise OSError(number, os.strerror(number), str(target))
         if os.path.lexists(target):
-            raise ConfigError(
-                f"output {target} was made by something else while this run went on: it is kept, and the result of "
-                "this run is not; choose another output"
-            )
+            made_by = "was made by something else while this run went on: it is kept, and the result of this run is not"
+            raise ConfigError(f"output {target} {made_by}; choose another output")
         os.rename(made, target)  # a file system that cannot do both in one step
+
+
+def unwritable(path: Path, example: str) -> str:
+    """Why no file can be written at `path`; empty if one can. `example`: the name of a file in a folder."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it, such as {path / example}"
+    if not folder.is_dir():
+        return f"{path}: the folder {folder} does not exist; create it first"
+    return "" if os.access(folder, os.W_OK) else f"{path}: the folder {folder} cannot be written to; choose another"
 
 
 def need_new(target: Path) -> None:
@@ -131,12 +137,8 @@ def replace_file(target: Path, write: Callable[[Path], object]) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Only one process at a time runs the block for this folder; without effect if the file system has no locks."""
-    lock = _locked(folder, wait=True)
-    try:
+    with alone_in(folder, wait=True):
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def flush(path: Path) -> None:
@@ -145,55 +147,33 @@ def flush(path: Path) -> None:
     A file that cannot be written is an error. Names are not: some file systems cannot flush them, and the result
     exists under its name anyway.
     """
-    if path.is_dir():
-        with contextlib.suppress(OSError):
-            _flush(path)
-    else:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already.
+def alone_in(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already, or `wait`.
 
-    When a process ends, even by a kill, the folder is free again. On a system without file locks nothing is checked.
+    When a process ends, even by a kill, the folder is free again. Yields whether it is locked: on a system without file
+    locks nothing is checked.
     """
+    lock = _lock(folder, wait=wait)
     try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            pass
-        yield
+        yield lock is not None
     finally:
-        os.close(number)
+        if lock is not None:
+            os.close(lock)
 
 
 def _staging_folders(target: Path, parent: Path) -> list[Path]:
     """The staging folders for `target` in `parent`, in use or not."""
     pattern = re.compile(re.escape(f".{target.name}{_MARK}") + r"[0-9a-f]{16}")
     return [parent / name for name in os.listdir(parent) if pattern.fullmatch(name)]
-
-
-def _need_unused(target: Path, parent: Path) -> None:
-    """Raise if a staging folder for the target is locked by another process."""
-    for folder in filter(_is_in_use, _staging_folders(target, parent)):
-        raise ConfigError(f"another process is writing {target} now (in {folder}); wait, or choose another output")
 
 
 def _is_in_use(folder: Path) -> bool:
@@ -209,9 +189,10 @@ def _is_in_use(folder: Path) -> bool:
 def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
     """A new folder and its lock; None on a file system without locks."""
     for _ in range(100):
-        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        folder, lock = parent / f"{prefix}{secrets.token_hex(8)}", None
         folder.mkdir()
-        lock = _locked(folder)
+        with contextlib.suppress(OSError):
+            lock = _lock(folder, wait=False)
         if folder.is_dir():  # otherwise another run removed it as abandoned, just before it was locked
             return folder, lock
         if lock is not None:
@@ -219,21 +200,20 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
     raise OSError(f"{parent}: folders made there vanish at once")
 
 
-def _locked(folder: Path, *, wait: bool = False) -> int | None:
-    """An open descriptor that holds the folder's lock; None if another process has it or without locks."""
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the folder's lock; None without locks; BlockingIOError if another process has it."""
     try:
         import fcntl
     except ImportError:  # Windows
         return None
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
+    number = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
+    except OSError as error:
         os.close(number)
-        return None
+        if isinstance(error, BlockingIOError):
+            raise
+        return None  # a file system without locks
     return number
 
 

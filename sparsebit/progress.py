@@ -192,8 +192,7 @@ def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `2 h 5 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    hours, rest = divmod(minutes, 60)
+    hours, rest = divmod(round(seconds / 60), 60)
     return " ".join([*([f"{hours} h"] if hours else []), *([f"{rest} min"] if rest or not hours else [])])
 
 

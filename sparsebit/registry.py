@@ -38,15 +38,13 @@ class Registry(Generic[T]):
         def file(entry: T) -> T:
             for key in (name, *aliases):
                 if key.lower() in self and not replace and self.get(key) is not entry:
-                    raise ConfigError(
-                        f"{self.kind} {key!r} is already registered as {self.get(key)!r}; "
-                        "choose another name, or pass replace=True to take its place"
-                    )
+                    taken = f"{self.kind} {key!r} is already registered as {self.get(key)!r}"
+                    raise ConfigError(f"{taken}; choose another name, or pass replace=True to take its place")
             key = name.lower()
             self._aliases.pop(key, None)
             if options is not None:
                 self._options[key] = options
-            elif not _extends(entry, self._entries.get(key)):
+            elif self._entries.get(key) not in _bases(entry):
                 self._options.pop(key, None)  # the options of the replaced entry
             self._entries[key] = entry
             self._aliases.update({alias.lower(): name.lower() for alias in aliases})
@@ -55,9 +53,7 @@ class Registry(Generic[T]):
         return file
 
     def canonical(self, name: str) -> str:
-        """The canonical spelling of `name`: lower case, aliases resolved. An unknown name raises, and lists near
-        ones.
-        """
+        """The canonical spelling of `name`: lower case, aliases resolved; an unknown one raises"""
         key = self._aliases.get(name.lower(), name.lower())
         if key not in self._entries:
             near = difflib.get_close_matches(key, [*self._entries, *self._aliases], n=3)
@@ -96,17 +92,11 @@ def _bases(entry: object) -> tuple[type, ...]:
     return entry.__mro__ if isinstance(entry, type) else ()
 
 
-def _extends(entry: object, other: object) -> bool:
-    return isinstance(other, type) and other in _bases(entry)
-
-
 def own_type(kind: type) -> str:
     """The `TYPE` of a class, for decorators without a name."""
     name = vars(kind).get("TYPE")
     if not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"{kind.__name__} is registered without a name: write @register_...(name), or set TYPE in the class"
-        )
+        raise ConfigError(f"{kind.__name__} is registered without a name: write @register_...(name), or set its TYPE")
     return name
 
 

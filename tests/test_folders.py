@@ -13,6 +13,7 @@ import pytest
 from sparsebit import folders
 from sparsebit.errors import ConfigError
 from sparsebit.folders import (
+    alone_in,
     exchange,
     is_staging_folder,
     locked,
@@ -71,7 +72,7 @@ class TestStagingFolder:
     def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(folders, "_locked", lambda *_, **__: None)
+        monkeypatch.setattr(folders, "_lock", lambda *_, **__: None)
         with staging_folder(tmp_path / "saved") as first, staging_folder(tmp_path / "saved"):
             assert first.is_dir()
 
@@ -172,5 +173,5 @@ class TestExchange:
 
 def test_a_lock_is_free_again_afterwards(tmp_path: Path) -> None:
     for _ in range(2):
-        with locked(tmp_path):
-            assert folders._locked(tmp_path) is None
+        with locked(tmp_path), pytest.raises(BlockingIOError), alone_in(tmp_path):
+            pass

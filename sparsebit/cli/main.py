@@ -7,12 +7,12 @@ Exit codes: 0 done; 1 an error that the user can fix, shown as one message; 2 a 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
 import threading
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -46,7 +46,7 @@ class Verbs(TyperGroup):
     """The verbs, with every error that the user can fix turned into one message on stderr and an exit code."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parses the arguments. `--version` and `--help` are printed here, so a full disk is handled here too."""
+        """`--version` and `--help` are printed here, so a full disk is handled here too."""
         is_traced = "--traceback" in args
         try:
             with _output_written():
@@ -99,94 +99,28 @@ app.add_typer(config_app, name="config")
 app.add_typer(llm.app, name="llm")
 
 
-def _verb(where: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], None]:
-    """A verb of one dataclass; its docstring is the help. The work is imported when it runs."""
+def _add(where: typer.Typer, words: str, kind: type) -> None:
+    """Add a verb, whose help is the docstring of its options. The work is imported when it runs."""
 
-    def register(verb: Callable[..., None]) -> None:
-        kind = typing.get_type_hints(verb)["asked"]
-        where.command(name or verb.__name__, cls=Verb, help=kind.__doc__)(grouped(verb))
+    def run(asked: Any) -> None:
+        with working(asked.said, words) as to:
+            work = importlib.import_module(f"sparsebit.cli.verbs.{words.replace(' ', '_')}")
+            getattr(work, words.split()[-1])(asked, *to)
 
-    return register
-
-
-@_verb(app)
-def demo(asked: verb_options.DemoOptions) -> None:
-    with working(asked.said, "demo") as to:
-        from sparsebit.cli.verbs.demo import demo as run
-
-        run(asked, *to)
+    run.__annotations__["asked"] = kind
+    where.command(words.split()[-1], cls=Verb, help=kind.__doc__)(grouped(run))
 
 
-@_verb(app)
-def quantize(asked: verb_options.QuantizeOptions) -> None:
-    with working(asked.said, "quantize") as to:
-        from sparsebit.cli.verbs.quantize import quantize as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def profile(asked: verb_options.ProfileOptions) -> None:
-    with working(asked.said, "profile") as to:
-        from sparsebit.cli.verbs.profile import profile as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def search(asked: verb_options.SearchOptions) -> None:
-    with working(asked.said, "search") as to:
-        from sparsebit.cli.verbs.search import search as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def graph(asked: verb_options.GraphOptions) -> None:
-    with working(asked.said, "graph") as to:
-        from sparsebit.cli.verbs.graph import graph as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def prune(asked: verb_options.PruneOptions) -> None:
-    with working(asked.said, "prune") as to:
-        from sparsebit.cli.verbs.prune import prune as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def export(asked: verb_options.ExportOptions) -> None:
-    with working(asked.said, "export") as to:
-        from sparsebit.cli.verbs.export import export as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def check(asked: verb_options.CheckOptions) -> None:
-    with working(asked.said, "check") as to:
-        from sparsebit.cli.verbs.check import check as run
-
-        run(asked, *to)
-
-
-@_verb(app)
-def audit(asked: verb_options.AuditOptions) -> None:
-    with working(asked.said, "audit") as to:
-        from sparsebit.cli.verbs.audit import audit as run
-
-        run(asked, *to)
-
-
-@_verb(config_app, "check")
-def check_config(asked: verb_options.ConfigOptions) -> None:
-    with working(asked.said, "config check") as to:
-        from sparsebit.cli.verbs.config_check import check as run
-
-        run(asked, *to)
+_add(app, "demo", verb_options.DemoOptions)
+_add(app, "quantize", verb_options.QuantizeOptions)
+_add(app, "profile", verb_options.ProfileOptions)
+_add(app, "search", verb_options.SearchOptions)
+_add(app, "graph", verb_options.GraphOptions)
+_add(app, "prune", verb_options.PruneOptions)
+_add(app, "export", verb_options.ExportOptions)
+_add(app, "check", verb_options.CheckOptions)
+_add(app, "audit", verb_options.AuditOptions)
+_add(config_app, "config check", verb_options.ConfigOptions)
 
 
 def _version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ from sparsebit.records.parity import Tolerance
 # Values of an options dataclass that were given on the command line, by field name; see `grouped`.
 Given: TypeAlias = dict[str, Any]
 NUM_TEST_SAMPLES = 1000
-_SOURCES = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
+SOURCES = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
 
 
 def option(default: Any, text: str, metavar: str | None = None, *, short: str = "", name: str = "", **more: Any) -> Any:
@@ -104,9 +104,8 @@ class DataOptions:
 
     def refuse(self, names: Iterable[str], source: str) -> None:
         """A usage error for options that do not apply to this kind of data: no option is ignored silently."""
-        given = typed(self, names)
-        if given:
-            raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
+        given = ", ".join(typed(self, names))
+        options.refuse({f"{given} cannot be used with {source}": given})
 
     def refuse_without_data(self) -> None:
         """A usage error for options that describe data if no data is given."""
@@ -114,24 +113,20 @@ class DataOptions:
 
 
 def data_option(default: Any = ..., note: str = "") -> Any:
-    """`--data`."""
-    return option(default, f"{_SOURCES[0].upper()}{_SOURCES[1:]}.{note}", "SOURCE", short="-d")
+    return option(default, f"{SOURCES[0].upper()}{SOURCES[1:]}.{note}", "SOURCE", short="-d")
 
 
 def example_option() -> Any:
     """`--data` where it only shows how the model is called."""
-    return option(
-        None, "An example call, for models that cannot be traced without: as for quantize.", "SOURCE", short="-d"
-    )
+    text = "An example call, for models that cannot be traced without: as for quantize."
+    return option(None, text, "SOURCE", short="-d")
 
 
 def config_option(default: Any, note: str = "") -> Any:
-    """`--config`."""
     return option(default, f"A YAML config, or a backend for its 8-bit default{note}.", "FILE|BACKEND", short="-c")
 
 
 def device_option() -> Any:
-    """`--device`."""
     return option(None, "cpu, cuda or cuda:N (default: the config's DEVICE).", "DEVICE")
 
 
@@ -151,10 +146,14 @@ class PlacementOptions:
 
     def check(self, *, has_data: bool) -> None:
         """Raise before the work if the options cannot be used together."""
-        if self.save_placement is not None and self.placement != "measured":
-            raise typer.BadParameter("--save-placement keeps what --placement measured finds; give both")
-        if self.placement != "default" and not has_data:
-            raise typer.BadParameter(f"--placement {self.placement} is measured on data; give --data")
+        is_unmeasured = self.save_placement is not None and self.placement != "measured"
+        needs_data = self.placement != "default" and not has_data
+        options.refuse(
+            {
+                "--save-placement keeps what --placement measured finds; give both": is_unmeasured,
+                f"--placement {self.placement} is measured on data; give --data": needs_data,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
         declared = _declared(hints[name])
         if declared is not None:
             shown += _made_of(declared)
-        elif _is_group(hints[name]):
+        elif dataclasses.is_dataclass(hints[name]):
             common = getattr(hints[name], "common", ())
             found = list(_expanded(hints[name], parameter.default, common))
             shown += sorted(found, key=lambda one: common.index(one.name) if one.name in common else len(common))
@@ -280,7 +279,7 @@ def _expanded(kind: Any, given: Any, common: tuple[str, ...]) -> Iterator[inspec
         value = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         if isinstance(given, kind):
             value = getattr(given, field.name)
-        if _is_group(hint):
+        if dataclasses.is_dataclass(hint):
             yield from _expanded(hint, value, common)
         else:
             heading = None if field.name in common else getattr(kind, "heading", None)
@@ -307,13 +306,13 @@ def _value(name: str, hint: Any, values: dict[str, Any]) -> Any:
     """The value that the verb receives for a parameter, taken from the values of all options."""
     declared = _declared(hint)
     if declared is not None:
-        given = {field: values[field] for field in options_of(declared)}
-        return {
-            field: _parsed(declared, field, value)
-            for field, value in given.items()
-            if value is not None and value is not False  # 0 is a value
+        given = {
+            name: values[name]
+            for name in options_of(declared)
+            if values[name] is not None and values[name] is not False
         }
-    if _is_group(hint):
+        return {name: _parsed(declared, name, value) for name, value in given.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         hints = typing.get_type_hints(hint, include_extras=True)
         return hint(**{one.name: _value(one.name, hints[one.name], values) for one in dataclasses.fields(hint)})
     return values[name]
@@ -326,22 +325,13 @@ def _made_of(kind: type) -> Iterator[inspect.Parameter]:
         typed = option.name or f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
         is_shown = default is not None and default != () and not isinstance(default, bool)
         choices = "|".join(map(str, option.choices)) or None
-        made: Any = typer.Option(
-            typed,
-            help=f"{option.help} Default: {default}." if is_shown else option.help,
-            metavar=option.metavar or choices,
-            min=option.least,
-            max=option.most,
-            rich_help_panel=option.panel,
-        )
-        annotation: Any = Annotated[_typed_as(hints[name]) | None, made]
+        text, metavar = f"{option.help} Default: {default}." if is_shown else option.help, option.metavar or choices
+        limits: dict[str, Any] = {"min": option.least, "max": option.most, "rich_help_panel": option.panel}
+        # Lists and choices are text on the command line.
+        kind = next((kind for kind in typing.get_args(hints[name]) if kind is not type(None)), hints[name])
+        shown: Any = kind if kind in (bool, int, float) and typing.get_origin(hints[name]) is not tuple else str
+        annotation: Any = Annotated[shown | None, typer.Option(typed, help=text, metavar=metavar, **limits)]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _typed_as(hint: Any) -> Any:
-    """The type of an option on the command line: lists and choices are text."""
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    return kinds[0] if kinds[0] in (bool, int, float) and typing.get_origin(hint) is not tuple else str
 
 
 def _parsed(kind: type, name: str, value: Any) -> Any:
@@ -363,17 +353,11 @@ def _declared(hint: Any) -> Any:
     return arguments[1] if arguments[1:] and dataclasses.is_dataclass(arguments[1]) else None
 
 
-def _is_group(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint)
-
-
 def typed(group: Any, names: Iterable[str] | None = None) -> list[str]:
     """The given options of a group (of those in `names`), as they are typed: `--dynamic-batch`."""
     values = {field: getattr(group, field.name) for field in dataclasses.fields(group) if field.metadata}
-    used = {
-        field.name: _spelled(field) for field, value in values.items() if value not in (None, "") and value is not False
-    }
-    return [spelled for name, spelled in used.items() if names is None or name in names]
+    used = [field for field, value in values.items() if value not in (None, "") and value is not False]
+    return [_spelled(field) for field in used if names is None or field.name in names]
 
 
 def retyped(*groups: Any, without: Iterable[str] = ()) -> str:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import typer
 
 LARGEST_SIDE = 16_384  # pixels
+
+
+def refuse(faults: Mapping[str, object], option: str | None = None) -> None:
+    """A usage error for the first text whose condition holds. `option`: the option that it is about."""
+    for text, holds in faults.items():
+        if holds:
+            raise typer.BadParameter(text, param_hint=option)
 
 
 class Arguments(NamedTuple):
@@ -45,16 +53,13 @@ def read_arguments(text: str) -> Arguments:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(
-            f"not valid JSON ({error}); write '{{\"num_classes\": 10}}' or '[\"resnet18\"]'"
-        ) from None
-    if isinstance(value, list):
-        return Arguments(tuple(value))
-    if isinstance(value, dict):
-        return Arguments((), value)
-    raise typer.BadParameter(
-        f"{text} is neither a JSON object (keyword arguments) nor a JSON list (positional arguments)"
-    )
+        raise typer.BadParameter(f"not valid JSON ({error}); {_JSON}") from None
+    if not isinstance(value, (list, dict)):
+        raise typer.BadParameter(f"{text} is neither a JSON object (keyword arguments) nor a JSON list; {_JSON}")
+    return Arguments(tuple(value)) if isinstance(value, list) else Arguments((), value)
+
+
+_JSON = "write '{\"num_classes\": 10}' or '[\"resnet18\"]'"
 
 
 def as_typed(value: Any) -> str:
@@ -67,64 +72,56 @@ def as_typed(value: Any) -> str:
 def read_size(text: str) -> Size:
     """`224`, or `192x320` (height x width)."""
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip().lower())
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a size in pixels; write 224, or 192x320 (height x width)")
-    size = Size(int(match[1]), int(match[2] or match[1]))
-    if max(size) > LARGEST_SIDE:
-        raise typer.BadParameter(f"{text}: more than {LARGEST_SIDE:,} pixels a side; write what the model takes: 224")
+    size = Size(int(match[1]), int(match[2] or match[1])) if match else Size(0, 0)
+    refuse(
+        {
+            f"{text!r} is not a size in pixels; write 224, or 192x320 (height x width)": not match,
+            f"{text}: more than {LARGEST_SIDE:,} pixels a side; write what the model takes: 224": max(size)
+            > LARGEST_SIDE,
+        }
+    )
     return size
 
 
 def read_mean(text: str) -> Numbers:
-    numbers = _read_numbers(text)
-    if any(number > 1 for number in numbers):
-        raise typer.BadParameter(f"{text}: pixels count from 0 to 1 here; divide by 255: {_shrunk(numbers)}")
-    return numbers
+    return _read_numbers(text, most=1)
 
 
 def read_std(text: str) -> Numbers:
-    numbers = _read_numbers(text)
-    if any(number <= 0 for number in numbers):
-        raise typer.BadParameter(f"{text}: a standard deviation is above 0")
-    if any(number > 2 for number in numbers):
-        raise typer.BadParameter(f"{text}: pixels count from 0 to 1 here; divide by 255: {_shrunk(numbers)}")
+    numbers = _read_numbers(text, most=2)
+    refuse({f"{text}: a standard deviation is above 0": any(number <= 0 for number in numbers)})
     return numbers
 
 
 def read_bits(text: str) -> tuple[int, ...]:
     """`8,4,2`."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of bit-widths; write numbers from 1 to 16 with commas: 8,6,4,3"
-        )
+    is_wrong = not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts)
+    refuse({f"{text!r} is not a list of bit-widths; write numbers from 1 to 16 with commas: 8,6,4,3": is_wrong})
     return tuple(dict.fromkeys(map(int, parts)))
 
 
 def read_names(text: str) -> Names:
     """`ids,mask`."""
     names = Names(part.strip() for part in text.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise typer.BadParameter(f"{text!r}: write names that differ, with commas: ids,mask")
+    is_wrong = not all(names) or len(set(names)) < len(names)
+    refuse({f"{text!r}: write names that differ, with commas: ids,mask": is_wrong})
     return names
 
 
-def _read_numbers(text: str) -> Numbers:
+def _read_numbers(text: str, *, most: int) -> Numbers:
     try:
         numbers = Numbers(float(part) for part in text.split(","))
     except ValueError:
         numbers = Numbers()
-    if len(numbers) not in (1, 3):
-        raise typer.BadParameter(f"{text!r}: write one number, or three with commas: 0.485,0.456,0.406")
+    refuse({f"{text!r}: write one number, or three with commas: 0.485,0.456,0.406": len(numbers) not in (1, 3)})
+    shrunk = ",".join(f"{number / 255:.4g}" for number in numbers)
+    refuse({f"{text}: pixels count from 0 to 1 here; divide by 255: {shrunk}": any(one > most for one in numbers)})
     return numbers
-
-
-def _shrunk(numbers: Numbers) -> str:
-    return ",".join(f"{number / 255:.4g}" for number in numbers)
 
 
 def finite_decibels(value: float | None) -> float | None:
     """The value, unless it is infinite or NaN."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value}: write a number of decibels, or --exact where no bit may differ")
+    is_wrong = value is not None and not math.isfinite(value)
+    refuse({f"{value}: write a number of decibels, or --exact where no bit may differ": is_wrong})
     return value

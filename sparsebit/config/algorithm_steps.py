@@ -55,19 +55,13 @@ def wrong_order(steps: tuple[Step, ...]) -> Iterator[Fault]:
 def _read_entry(entry: object) -> Iterator[Step | Fault]:
     if isinstance(entry, Step):
         yield entry
-    elif isinstance(entry, str):
-        yield from _read_step(entry, {})
-    elif isinstance(entry, Mapping) and len(entry) == 1:
-        ((name, options),) = entry.items()
-        yield from _read_step(name, {} if options is None else options)
-    else:
-        yield Fault((KEY,), f"each entry is a name, or one name with its options: {_FORM}", given(entry))
-
-
-def _read_step(name: object, values: object) -> Iterator[Step | Fault]:
-    if not isinstance(name, str):
-        yield Fault((KEY,), f"each entry is a name, or one name with its options: {_FORM}", given(name))
         return
+    named = {entry: None} if isinstance(entry, str) else entry
+    if not isinstance(named, Mapping) or len(named) != 1 or not all(isinstance(name, str) for name in named):
+        yield Fault((KEY,), f"each entry is a name, or one name with its options: {_FORM}", given(entry))
+        return
+    ((name, values),) = named.items()
+    values = {} if values is None else values
     try:
         canonical = ALGORITHMS.canonical(name)
     except ConfigError as unknown:

@@ -8,6 +8,7 @@ pydantic checks rules between keys only once every single key is right.
 from __future__ import annotations
 
 import copy
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -51,14 +52,6 @@ class Faults(ValueError):
         super().__init__("; ".join(map(str, self.faults)))
 
 
-class Reasons(ConfigError):
-    """Several faults of one key."""
-
-    def __init__(self, reasons: Iterable[str]) -> None:
-        self.reasons = list(reasons)
-        super().__init__("; ".join(self.reasons))
-
-
 def error(faults: Iterable[Fault], document: Document | None = None) -> ConfigError:
     """One ConfigError for all of them, in the order of the file."""
     document = Document({}) if document is None else document
@@ -75,12 +68,12 @@ def faults_of(invalid: ValidationError, model: Model, prefix: Names = ()) -> lis
     faults: list[Fault] = []
     for entry in invalid.errors(include_url=False):
         cause = entry.get("ctx", {}).get("error")
-        if isinstance(cause, Faults):
-            faults.extend(cause.faults)
+        if isinstance(cause, Faults):  # those without a key are about the key of the validator
+            faults.extend(
+                fault if fault.key else replace(fault, key=(*prefix, *_path(entry))) for fault in cause.faults
+            )
         elif entry["type"] == "extra_forbidden":
             faults.append(unknown_key(model, _path(entry), entry["input"], prefix))
-        elif isinstance(cause, Reasons):
-            faults.extend(Fault((*prefix, *_path(entry)), reason) for reason in cause.reasons)
         else:
             fault = _wrong_value(model, entry, cause, prefix)
             # For a key of several types, pydantic reports an error for each of them, below the key.
@@ -122,11 +115,9 @@ def _take_out(values: dict[str, Any], path: Names) -> bool:
     section: Any = values
     for name in path[:-1]:
         if not isinstance(section.get(name), dict):
-            break
+            return section.pop(name, values) is not values
         section = section[name]
-    else:
-        return section.pop(path[-1], values) is not values
-    return section.pop(name, values) is not values
+    return section.pop(path[-1], values) is not values
 
 
 def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = ()) -> Fault:
@@ -163,7 +154,7 @@ def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names
         reason += "; no value after the colon: write a value, or take the key out"
     elif isinstance(value, str) and (near := nearest(value, names)):
         reason += f"; did you mean {near}?"
-    elif isinstance(value, str) and field.annotation in (int, float, bool) and _is_number(value):
+    elif isinstance(value, str) and field.annotation in (int, float, bool) and _NUMBER.fullmatch(value.strip()):
         reason += "; it was given as text: take the quotes off"
     elif cause is not None and not names:  # the message of a section's validator
         reason += f"; {cause}"
@@ -175,12 +166,7 @@ def _path(entry: ErrorDetails) -> Names:
     return tuple(part for part in entry["loc"] if isinstance(part, str))
 
 
-def _is_number(text: str) -> bool:
-    """Whether a text would be a number or a truth value without its quotes."""
-    try:
-        return text.lower() in ("true", "false", "yes", "no", "on", "off") or float(text) is not None
-    except ValueError:
-        return False
+_NUMBER = re.compile(r"true|false|yes|no|on|off|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 
 
 _SHORT = reprlib.Repr()

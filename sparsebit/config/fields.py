@@ -48,9 +48,7 @@ class OneOf:
         return cls(lambda: registered_for(registry, target), registry.canonical)
 
     def __call__(self, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return self.canonical(value)
+        return self.canonical(value) if isinstance(value, str) else value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self, handler(source))
@@ -155,9 +153,7 @@ def field_at(model: Model, path: Names) -> FieldInfo | None:
 
 
 def meant(model: Model, path: Names) -> Names | None:
-    """The existing key path nearest to one that does not exist: a neighbour of similar name, else that name
-    elsewhere.
-    """
+    """The existing key path nearest to one that does not exist: a neighbour of similar name, or that name elsewhere."""
     section = complete(model) if len(path) == 1 else section_of(field_at(model, path[:-1]) or FieldInfo())
     leaf = path[-1].upper()
     if section and (close := nearest(leaf, section.model_fields)):
@@ -165,11 +161,7 @@ def meant(model: Model, path: Names) -> Names | None:
     paths = [found for found, _ in walk(model)]
     same_leaf = [found for found in paths if found[-1] == leaf.split(".")[-1]]
     # If several match (W.QUANTIZER.BIT, A.QUANTIZER.BIT), the one in the section where the user wrote it.
-    return max(same_leaf, key=lambda found: _common(found, path), default=None)
-
-
-def _common(found: Names, path: Names) -> int:
-    return sum(found[:n] == path[:n] for n in range(1, len(path) + 1))
+    return max(same_leaf, key=lambda found: sum(found[:n] == path[:n] for n in range(1, len(path) + 1)), default=None)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

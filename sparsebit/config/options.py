@@ -16,8 +16,6 @@ from sparsebit.config.targets import is_for
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry
 
-_CHANGEABLE = (list, dict, set)
-
 
 class WithOptions(Section):
     """A section with a `TYPE` from a registry, and with a section of options for each class registered with some.
@@ -30,7 +28,6 @@ class WithOptions(Section):
     registry: ClassVar[Registry[object]]
     target: ClassVar[str] = ""
     is_complete: ClassVar[bool] = False
-
     TYPE: str
 
     def __new__(cls, **values: Any) -> Self:
@@ -99,7 +96,7 @@ def _unsuitable(options: type[Any], name: str, taken: set[str]) -> Iterator[str]
 def _changeable(annotation: Any) -> str:
     """`list`, `dict` or `set`, if a type has one of them in it."""
     found = get_origin(annotation) or annotation
-    if found in _CHANGEABLE:
+    if found in (list, dict, set):
         return str(found.__name__)
     return next(filter(None, map(_changeable, get_args(annotation))), "")
 

@@ -52,37 +52,28 @@ def read(source: Source) -> Document:
         return source
     if isinstance(source, Mapping):
         return Document(_plain(source))
-    if isinstance(source, str) and _is_yaml(source):
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"a config cannot be read from {type(source).__name__}; {_ALLOWED}")
+    if isinstance(source, str) and ("\n" in source or (_TOP_LEVEL_KEY.match(source) and not os.path.exists(source))):
         return _parse(source, origin="")
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        return _parse(_text_of(path), origin=str(path))
-    raise ConfigError(
-        f"a config cannot be read from {type(source).__name__}; allowed: the path of a YAML file, a dict, YAML text"
-    )
+    path = Path(source)
+    return _parse(_text_of(path), origin=str(path))
 
 
-def _is_yaml(source: str) -> bool:
-    return "\n" in source or (_TOP_LEVEL_KEY.match(source) is not None and not os.path.exists(source))
+_ALLOWED = "allowed: the path of a YAML file, a dict, YAML text such as 'BACKEND: virtual'"
 
 
 def _text_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1).decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(
-            f"no config file at {str(path)!r} (looked from {os.getcwd()}); "
-            "allowed: an existing path, a dict, or YAML text such as 'BACKEND: virtual'"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error}") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: a config has at most {MAX_BYTES:,} bytes; is this the right file?")
-    try:
-        return content.decode("utf-8-sig")
+        fault = f"no config file at {str(path)!r} (looked from {os.getcwd()}); {_ALLOWED}"
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); is this the right file?") from None
+        fault = f"{path}: not a text file in UTF-8 (byte {error.start}); is this the right file?"
+    except (OSError, ValueError) as error:
+        fault = f"the config file {str(path)!r} cannot be read: {error}"
+    raise ConfigError(fault)
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,8 +87,8 @@ _Loader.add_implicit_resolver(
 
 def _parse(text: str, origin: str) -> Document:
     where = f"{origin}: " if origin else ""
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{where}a config has at most {MAX_BYTES:,} characters; is this the right text?")
+    if len(text.encode(errors="replace")) > MAX_BYTES:
+        raise ConfigError(f"{where}a config has at most {MAX_BYTES:,} bytes; is this the right file?")
     lines: dict[KeyPath, int] = {}
     try:
         loader = _Loader(text)
@@ -109,18 +100,15 @@ def _parse(text: str, origin: str) -> Document:
             values = loader.construct_document(root)
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}not valid YAML: {_yaml_fault(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}not a config: nested too deeply") from None
     except ConfigError:
         raise
-    except ValueError as error:  # from the constructors: a month 13, an integer of a million digits
-        raise ConfigError(f"{where}not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}not a config: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a month 13, an integer of a million digits
+        raise ConfigError(f"{where}not valid YAML: {_yaml_fault(error)}") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{where}a config is a mapping of keys (BACKEND, W, A, ...), but this is {_KINDS.get(type(values), 'not')}"
-        )
+        kind = _KINDS.get(type(values), "not")
+        raise ConfigError(f"{where}a config is a mapping of keys (BACKEND, W, A, ...), but this is {kind}")
     return Document(values, origin, lines)
 
 
@@ -146,10 +134,11 @@ def _check_node(
         first: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{where}line {line}: a key must be text, not a list or a mapping")
-            if key.tag not in (_TEXT, _MERGE):  # numbers, null, and in YAML 1.1 also on, off, yes, no
-                raise ConfigError(f"{where}line {line}: a key must be text; put {key.value or 'it'} in quotes")
+            # Lists, numbers, null, and in YAML 1.1 also on, off, yes, no.
+            is_text = isinstance(key.value, str)
+            if not is_text or key.tag not in (_TEXT, _MERGE):
+                hint = f"; put {key.value or 'it'} in quotes" if is_text else ", not a list or a mapping"
+                raise ConfigError(f"{where}line {line}: a key must be text{hint}")
             here = (*path, key.value)
             if key.value in first and key.tag != _MERGE:
                 before = f"first on line {first[key.value]}"
@@ -163,9 +152,9 @@ def _check_node(
     return size
 
 
-def _yaml_fault(error: yaml.YAMLError) -> str:
+def _yaml_fault(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     hint = ""
     if "alias" in problem or "alias" in (getattr(error, "context", None) or ""):

@@ -82,7 +82,7 @@ def _format(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
         return
     rules, bit, scheme = FORMATS[number], tensor.QUANTIZER.BIT, tensor.QSCHEME
     if bit and bit not in rules.bits:
-        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; set {_either(map(str, sorted(rules.bits)))}")
+        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; set {_either(sorted(rules.bits))}")
     if scheme not in schemes(rules):
         yield _fault(kind, "QSCHEME", scheme, f"{rules.advice}; set {_either(schemes(rules))}")
     allowed = [name for name in OBSERVERS if number in getattr(OBSERVERS.get(name), "FORMATS", FORMATS)]
@@ -102,10 +102,11 @@ def _backend(kind: Kind, tensor: TensorConfig, backend: str, weight_only: bool) 
         remedy = "A.QUANTIZER.DISABLE: true, or another TYPE" if is_alone else "another TYPE"
         yield _fault(kind, "QUANTIZER.TYPE", name, f"{backend} {does}; set {remedy}, or {_ESCAPE}")
     if bit and bit not in rules.bits:
-        remedies = [f"set {_either(map(str, sorted(rules.bits)))}"]
-        if kind == "W" and bit in runs.weight_only.bits:
-            remedies.append("A.QUANTIZER.DISABLE: true to quantize weights only")
-        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; {', or '.join([*remedies, _ESCAPE])}")
+        alone = kind == "W" and bit in runs.weight_only.bits
+        more = ", or A.QUANTIZER.DISABLE: true to quantize weights only" if alone else ""
+        yield _fault(
+            kind, "QUANTIZER.BIT", bit, f"{rules.advice}; set {_either(sorted(rules.bits))}{more}, or {_ESCAPE}"
+        )
     if scheme not in schemes(rules):
         yield _fault(kind, "QSCHEME", scheme, f"{rules.advice}; set {_either(schemes(rules))}, or {_ESCAPE}")
 
@@ -114,5 +115,5 @@ def _fault(kind: Kind, key: str, value: object, reason: str) -> Fault:
     return Fault((kind, *key.split(".")), reason, f"={value}")
 
 
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(names)
+def _either(choices: Iterable[object]) -> str:
+    return " or ".join(map(str, choices))

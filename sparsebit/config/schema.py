@@ -37,12 +37,8 @@ def _folded(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), BeforeValidator(_folded), Allowed("cpu, cuda, cuda:N")]
-Globs = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Allowed('a list of globs, ["backbone.*"]')]
+Globs = Annotated[tuple[str, ...], Allowed('a list of globs, ["backbone.*"]')]
 Overrides = Annotated[
     tuple[Override, ...],
     BeforeValidator(read_overrides),
@@ -85,11 +81,6 @@ class Schedule(Section):
         True, description="In fused chains (conv + activation, add + relu) only the first op quantizes its input."
     )
 
-    @property
-    def fuse_bn_now(self) -> bool:
-        """Whether batch norms are folded when the model is built: not while they are still to be tuned."""
-        return self.FUSE_BN and not self.BN_TUNING
-
 
 _SPECIFIC = (
     "Settings for single layers, by glob on their names, with the keys of this section. "
@@ -121,13 +112,12 @@ class UnmatchedGlob(NamedTuple):
     behind: str = ""
 
     def __str__(self) -> str:
-        if self.behind:
-            return (
-                f"{self.key}: the glob {self.glob!r} has no effect: {self.behind!r} is before it and matches the "
-                f"same layers, and the first match wins; put {self.glob!r} before {self.behind!r}"
-            )
         near = f"; near names: {', '.join(self.near)}" if self.near else ""
-        return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
+        why = f"matches no layer, so its settings have no effect{near}"
+        if self.behind:
+            why = f"has no effect: {self.behind!r} is before it and matches the same layers, and the first match wins; "
+            why += f"put {self.glob!r} before {self.behind!r}"
+        return f"{self.key}: the glob {self.glob!r} {why}"
 
 
 # Near names, which take time to find, are only searched for this many unmatched globs.
@@ -225,33 +215,21 @@ class QuantConfig(Section):
         # A glob that matches every name, also "", is the general config.
         sound = [[o for p, o in enumerate(self._section(kind).SPECIFIC) if (kind, p) not in wrong] for kind in _KINDS]
         weight, activation = (Selector(overrides).first("") for overrides in sound)
-        general = {kind: list(self._broken(kind, weight, activation)) for kind in _KINDS}
-        for kind in _KINDS:
-            yield from general[kind]
-        globs = {
-            override.glob
-            for kind in _KINDS
-            for place, override in enumerate(self._section(kind).SPECIFIC)
-            if (kind, place) not in wrong
-        }
+        general = [fault for kind in _KINDS for fault in self._broken(kind, weight, activation)]
+        yield from general
         found: dict[tuple[Any, ...], list[Fault]] = {}
-        for glob in sorted(globs):
-            places = [next(iter(self._selectors[kind].matching(glob)), None) for kind in _KINDS]
-            if any((kind, place) in wrong for kind, place in zip(_KINDS, places, strict=True)):
+        for glob in sorted({override.glob for overrides in sound for override in overrides}):
+            places = [(kind, next(iter(self._selectors[kind].matching(glob)), None)) for kind in _KINDS]
+            if any(place in wrong for place in places):
                 continue
             weight, activation = (
-                None if place is None else self._section(kind).SPECIFIC[place]
-                for kind, place in zip(_KINDS, places, strict=True)
+                None if place is None else self._section(kind).SPECIFIC[place] for kind, place in places
             )
             # Long lists have few different settings.
             key = tuple(None if override is None else str(override.settings) for override in (weight, activation))
             if key not in found:
-                found[key] = [
-                    fault
-                    for kind in _KINDS
-                    for fault in self._broken(kind, weight, activation)
-                    if fault not in general[kind]
-                ]
+                broken = [fault for kind in _KINDS for fault in self._broken(kind, weight, activation)]
+                found[key] = [fault for fault in broken if fault not in general]
             yield from (fault.at(glob) for fault in found[key])
 
     def _broken(self, kind: Kind, weight: Override | None, activation: Override | None) -> Iterator[Fault]:

@@ -16,8 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from sparsebit.config.config_errors import Reasons
-from sparsebit.errors import ConfigError
+from sparsebit.config.config_errors import Fault, Faults
 
 _SHORT = reprlib.Repr()
 _WILD = re.compile(r"[*?\[]")
@@ -48,11 +47,12 @@ def read_overrides(value: object) -> tuple[Override, ...]:
     >>> read_overrides([{"stem": ["QUANTIZER.BIT", 8], "head": ["QUANTIZER.BIT", 4]}])[1]
     Override(glob='head', settings=(('QUANTIZER.BIT', 4),))
     """
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"must be a list of mappings, {_FORM}, but is {_kind(value)}")
-    read = [found for entry in value for found in _read_entry(entry)]
+    entries = value if isinstance(value, (list, tuple)) else []
+    read = [found for entry in entries for found in _read_entry(entry)]
+    if entries is not value:
+        read = [f"must be a list of mappings, {_FORM}, but is {_kind(value)}"]
     if reasons := [found for found in read if isinstance(found, str)]:
-        raise Reasons(reasons)
+        raise Faults(Fault((), reason) for reason in reasons)
     return tuple(found for found in read if isinstance(found, Override))
 
 
@@ -68,21 +68,14 @@ def _read_entry(entry: object) -> Iterator[Override | str]:
     """The overrides of one entry; a text describes an error."""
     if isinstance(entry, Override):
         yield entry
-        return
-    if not isinstance(entry, dict):
+    elif not isinstance(entry, dict):
         yield f"each entry must be a mapping, {_FORM}, but one is {_kind(entry)}"
-        return
-    for glob, settings in entry.items():
+    for glob, settings in entry.items() if isinstance(entry, dict) else ():
+        keys, values = (settings[::2], settings[1::2]) if isinstance(settings, (list, tuple)) else ((), ())
         if not isinstance(glob, str) or not glob:
             yield f"a glob must be text; put {glob!r} in quotes"
-            continue
-        turns = f"{glob!r} must have a list of keys and values in turn, {_FORM}"
-        if not isinstance(settings, (list, tuple)) or len(settings) % 2 or not settings:
-            yield f"{turns}, but has {_SHORT.repr(settings)}"
-            continue
-        keys, values = settings[::2], settings[1::2]
-        if odd := [key for key in keys if not isinstance(key, str)]:
-            yield f"{turns}, but {_SHORT.repr(odd[0])} is not a key"
+        elif not keys or len(keys) != len(values) or not all(isinstance(key, str) for key in keys):
+            yield f"{glob!r} must have a list of keys and values in turn, {_FORM}, but has {_SHORT.repr(settings)}"
         elif len({key.upper() for key in keys}) < len(keys):
             yield f"{glob!r} sets a key twice: {', '.join(keys)}; keep one of them"
         else:
@@ -138,16 +131,13 @@ class Selector:
             for start in range(len(spelling) - length + 1)
         }
         places = sorted(place for literal in literals for place in self._by_literal.get(literal, ()))
-        return [place for place in places if self._matches(place, name)]
+        globs = {place: self.overrides[place].glob for place in places}
+        return [place for place, glob in globs.items() if glob == name or matches(glob, name)]
 
     def first(self, name: str) -> Override | None:
         """The override that applies to a layer; None if none matches."""
         found = self.matching(name)
         return self.overrides[found[0]] if found else None
-
-    def _matches(self, place: int, name: str) -> bool:
-        glob = self.overrides[place].glob
-        return glob == name or matches(glob, name)
 
 
 def near_names(glob: str, names: Iterable[str], count: int = 3) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
@@ -21,12 +21,13 @@ _GROUP_SCHEMES = ("per-group-symmetric", "per-group-affine")
 Bits = Annotated[int, Field(ge=0, le=16), Allowed("a whole number, 1 to 16")]
 
 
+_UNIFORM: Any = Field("uniform", description="The quantizer; `register_quantizer` adds more.")
+
+
 class QuantizerConfig(WithOptions):
     registry: ClassVar[Registry[object]] = QUANTIZERS
 
-    TYPE: Annotated[str, OneOf.registered(QUANTIZERS)] = Field(
-        "uniform", description="The quantizer; `register_quantizer` adds more."
-    )
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS)] = _UNIFORM
     BIT: Bits = Field(0, description="Bits per number. Required, unless DISABLE is true.")
     DISABLE: bool = Field(False, description="Leave these tensors in float.")
 
@@ -34,9 +35,7 @@ class QuantizerConfig(WithOptions):
 class WeightQuantizer(QuantizerConfig):
     target: ClassVar[str] = "weight"
 
-    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "weight")] = Field(
-        "uniform", description="The quantizer; `register_quantizer` adds more."
-    )
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "weight")] = _UNIFORM
     GROUP_SIZE: int = Field(
         128, ge=1, description="How many consecutive weights share a scale, if QSCHEME is per-group."
     )
@@ -45,9 +44,7 @@ class WeightQuantizer(QuantizerConfig):
 class ActivationQuantizer(QuantizerConfig):
     target: ClassVar[str] = "activation"
 
-    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "activation")] = Field(
-        "uniform", description="The quantizer; `register_quantizer` adds more."
-    )
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "activation")] = _UNIFORM
 
 
 class ObserverConfig(WithOptions):

@@ -70,15 +70,17 @@ _FLOAT_ADDS = (
     "residual adds run in float between integer convolutions, with conversions around each "
     "(ResNet-18: 22 conversions instead of 1; all 20 convolutions stay in integers)"
 )
-_CONVERTED_ADDS = "residual adds run in float between two int8 convolutions: two conversions each"
 _TRANSFORMER_ADDS = "adds of transformers become integer ops with conversions around them: slower, and less exact"
 _SCHEDULE_COSTS = {
-    "SCHEDULE.FUSE_BN=False": (
-        "batch norms stay separate float ops, and no convolution before one can run in integers"
-    ),
+    "SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops, and no convolution before one can run in integers",
     "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": (
         "a quantizer between a convolution and its activation keeps the two from being fused"
     ),
+}
+_CONVERTED_COSTS = {
+    "A.QADD.ENABLE_QUANT=False": "residual adds run in float between two int8 convolutions: two conversions each",
+    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
+    **_SCHEDULE_COSTS,
 }
 _COARSE_WEIGHTS = "one scale per weight tensor is less exact and no faster than one per channel"
 
@@ -122,13 +124,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             bias="int32",
             narrow_weights=True,
             executes="openvino",
-            costs=MappingProxyType(
-                {
-                    "A.QADD.ENABLE_QUANT=False": _CONVERTED_ADDS,
-                    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
-                    **_SCHEDULE_COSTS,
-                }
-            ),
+            costs=MappingProxyType(_CONVERTED_COSTS),
         ),
         RuntimeProfile(
             "tensorrt",
@@ -139,13 +135,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             activation_scheme="per-tensor-symmetric",
             weight_widths=frozenset({4, 8}),
             opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
-            costs=MappingProxyType(
-                {
-                    "A.QADD.ENABLE_QUANT=False": _CONVERTED_ADDS,
-                    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
-                    **_SCHEDULE_COSTS,
-                }
-            ),
+            costs=MappingProxyType(_CONVERTED_COSTS),
         ),
     )
 }

@@ -93,10 +93,10 @@ class Audit:
 
     def groups(self) -> list[tuple[LayerRun, ...]]:
         """The float layers, grouped by cause: those with heavy layers first, then large ones; last those on purpose."""
-        floats = [layer for layer in self.layers if layer.arithmetic in ("float", "unknown")]
         groups: dict[str, list[LayerRun]] = {}
-        for layer in floats:
-            groups.setdefault(layer.cause, []).append(layer)
+        for layer in self.layers:
+            if layer.arithmetic in ("float", "unknown"):
+                groups.setdefault(layer.cause, []).append(layer)
         return sorted(
             map(tuple, groups.values()),
             key=lambda group: (group[0].on_purpose, -sum(layer.heavy for layer in group), -len(group)),

@@ -5,6 +5,7 @@ Plain data for JSON (`run_record`): adding or renaming a field requires a new ve
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,22 +102,17 @@ class Coverage:
         for parameter in self.parameters:
             if not parameter.is_quantized:
                 by_reason.setdefault(parameter.reason, []).append(parameter)
-        shares = {
-            reason: sum(p.num_elements for p in group) / max(self.num_parameters, 1)
-            for reason, group in by_reason.items()
-        }
+        total = max(self.num_parameters, 1)
+        shares = {reason: sum(p.num_elements for p in group) / total for reason, group in by_reason.items()}
         return [
-            f"{100 * shares[reason]:.1f} % of parameters: {_names(by_reason[reason])}: {reason}"
-            for reason in sorted(by_reason, key=lambda reason: -shares[reason])
-            if shares[reason] > above
+            f"{100 * share:.1f} % of parameters: {_names(by_reason[reason])}: {reason}"
+            for reason, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share > above
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "weighted_fraction": self.weighted_fraction,
-            "num_parameters": self.num_parameters,
-            "parameter_fraction": self.parameter_fraction,
-        }
+        names = ("weighted_fraction", "num_parameters", "parameter_fraction")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         weighted = f"{self.num_weighted_quantized} of {self.num_weighted} weighted layers quantized"
@@ -128,28 +124,24 @@ class Coverage:
         for module in self.opaque:
             lines.append(f"  untraced {module.path or '(model)'} [{module.module_type}]: {module.reason}")
             lines.append(f"           at {module.line}")
-            inside = ", ".join(module.quantized_inside) or "nothing"
-            lines.append(f"           quantized inside: {inside}")
-        lines += [f"  note     {note}" for note in self.notes]
-        return "\n".join(lines)
+            lines.append(f"           quantized inside: {', '.join(module.quantized_inside) or 'nothing'}")
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes)])
 
 
 def _names(parameters: list[ParameterRecord]) -> str:
     """The three largest, and how many more there are."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     alone: dict[str, str] = {}
     for parameter in parameters:
         pattern = ".".join("*" if part.isdigit() else part for part in parameter.name.split("."))
         alone[pattern] = pattern if pattern in alone else parameter.name
-        sizes[pattern] = sizes.get(pattern, 0) + parameter.num_elements
-    largest = sorted(sizes, key=lambda pattern: -sizes[pattern])
-    rest = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
-    return ", ".join(alone[pattern] for pattern in largest[:3]) + rest
+        sizes[pattern] += parameter.num_elements
+    rest = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
+    return ", ".join(alone[pattern] for pattern, _ in sizes.most_common(3)) + rest
 
 
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} GB"
+def _bytes(number: int) -> str:
+    if number < 1000:
+        return f"{number} B"
+    power = 1 if number < 1000**2 else 2 if number < 1000**3 else 3
+    return f"{number / 1000**power:.1f} {('kB', 'MB', 'GB')[power - 1]}"

@@ -42,14 +42,9 @@ class AccuracyGains:
         rows += [(row.layer, f"{row.score:.4f}", f"{row.gain:+.4f}", f"{row.sqnr_db:.1f} dB") for row in self.layers]
         together = f"these {len(self.layers)} together"
         rows += [(together, f"{self.together:.4f}", f"{self.together - self.quantized_score:+.4f}", "")]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self.title, *lines])
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [[row[0].ljust(first), *map(str.rjust, row[1:], widths)] for row in rows]
+        return "\n".join([self.title, *("  ".join(row).rstrip() for row in cells)])
 
     @property
     def title(self) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from sparsebit.errors import RecordError
-from sparsebit.folders import locked, replace_text
+from sparsebit.folders import locked, replace_text, unwritable
 from sparsebit.records.merging import Merged, merged
 from sparsebit.records.run_record import RunRecord
 
@@ -42,11 +42,7 @@ def extend_record(path: str | os.PathLike[str], record: RunRecord) -> Merged:
 
 def checked_record_path(path: str | os.PathLike[str]) -> Path:
     """The true path, if a record can be written there; for use before any work is done."""
-    target = Path(path).expanduser().resolve()
-    if target.is_dir():
-        raise RecordError(f"{path} is a folder; name a file in it, such as {Path(path) / 'record.json'}")
-    if not target.parent.is_dir():
-        raise RecordError(f"{path}: the folder {target.parent} does not exist; create it first")
-    if not os.access(target.parent, os.W_OK):
-        raise RecordError(f"{path}: the folder {target.parent} cannot be written to; choose another")
-    return target
+    target = Path(path).expanduser()
+    if fault := unwritable(target, "record.json"):
+        raise RecordError(fault)
+    return target.resolve()

@@ -5,6 +5,7 @@ JSON has no infinities and no NaN: a field of type float holds them as the strin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -26,9 +27,8 @@ def to_plain(value: Any, hint: Any, path: str = "record") -> Any:
     if value is None:
         return None
     if _is_record(hint):
-        return {
-            name: to_plain(getattr(value, name), inner, f"{path}.{name}") for name, inner in field_types(hint).items()
-        }
+        known = field_types(hint).items()
+        return {name: to_plain(getattr(value, name), inner, f"{path}.{name}") for name, inner in known}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return to_plain(value, _not_none(hint), path)
@@ -37,7 +37,8 @@ def to_plain(value: Any, hint: Any, path: str = "record") -> Any:
     if origin is dict:
         return {str(key): to_plain(item, arguments[1], f"{path}.{key}") for key, item in value.items()}
     if hint is float:
-        return _float_text(float(value))
+        number = float(value)
+        return number if math.isfinite(number) else {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(number)]
     return _checked_plain(value, path) if hint is Any else value
 
 
@@ -79,14 +80,12 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(path, value, "an object")
     known = field_types(kind)
-    for key in value:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise RecordError(f"{path}.{key}: unknown key; {hint}")
+    if unknown := [key for key in value if key not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        raise RecordError(f"{path}.{unknown[0]}: unknown key; {hint}")
     for field in dataclasses.fields(kind):
-        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
-        if field.name not in value and not has_default:
+        if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
             raise RecordError(f"{path}.{field.name} is missing")
     return kind(**{key: _read(known[key], item, f"{path}.{key}") for key, item in value.items()})
 
@@ -95,11 +94,9 @@ def _read_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is float:
         if isinstance(value, str) and value in _NOT_FINITE:
             return _NOT_FINITE[value]
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            try:
+        with contextlib.suppress(OverflowError):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return float(value)
-            except OverflowError:
-                raise _wrong(path, value, "a number") from None
         raise _wrong(path, value, "a number")
     if isinstance(value, bool) != (hint is bool) or not isinstance(value, hint):
         raise _wrong(path, value, {str: "a text", int: "a whole number", bool: "true or false"}[hint])
@@ -121,23 +118,17 @@ def _items(arguments: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     return (arguments[0],) * length if arguments[-1] is Ellipsis else arguments
 
 
-def _float_text(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
 def _checked_plain(value: Any, path: str) -> Any:
     """Check values without type hints (a config); raises if JSON would not restore them."""
     if isinstance(value, Mapping):
         return {str(key): _checked_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_checked_plain(item, path) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RecordError(f"{path}: {value} cannot be written to JSON; allowed: finite numbers")
-    if value is None or isinstance(value, (str, int, float, bool)):
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if is_finite and (value is None or isinstance(value, (str, int, float))):
         return value
-    raise RecordError(f"{path}: a {type(value).__name__} cannot be written to JSON; allowed: texts and numbers")
+    shown = f"a {type(value).__name__}" if is_finite else value
+    raise RecordError(f"{path}: {shown} cannot be written to JSON; allowed: texts and finite numbers")
 
 
 def _wrong(path: str, value: Any, allowed: str) -> RecordError:

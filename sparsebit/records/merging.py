@@ -7,7 +7,7 @@ describe the former model or file are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from sparsebit.errors import RecordError
@@ -29,31 +29,12 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     """Merge both; a RecordError if they are of different models or files. `source`: the old one's name in messages."""
     made = {thing for run in new.runs for thing in run.made}
     check_same_architecture(old, new, source)
+    if fault := _strangers(old, new, made):
+        raise RecordError(f"{source} is of {fault}; use another record file, or what this one was made for")
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
-        if "model" not in made:
-            raise RecordError(
-                f"{source} is of another quantized {old.model.module_type} ({old.model.name}): its config, weights or "
-                "scales differ from those of this model; use the model that it was made for, or another record file"
-            )
         return Merged(new, old.sections)
-    kept = old
-    if new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256):
-        if old.file is not None and "file" not in made:
-            raise RecordError(
-                f"{source} is of another file ({old.file.path}), or {new.file.path} has changed since; use the file "
-                "that it was made for, or another record file"
-            )
-        if old.file is None and old.model is not None and new.model is None:
-            raise RecordError(
-                f"{source} is of a model without a file, and nothing shows that {new.file.path} is a file of it; pass "
-                "--record when the file is exported, or another record file"
-            )
-        kept = old.replace(**_emptied(_OF_FILE))
-    if old.model is None and new.model is not None and old.file is not None and (new.file is None or kept is not old):
-        raise RecordError(
-            f"{source} is of the file {old.file.path} alone, and nothing shows that it is a file of {new.model.name}; "
-            "use another record file"
-        )
+    fresh = RunRecord()
+    kept = old.replace(**{name: getattr(fresh, name) for name in _OF_FILE}) if _is_other_file(old, new) else old
     dropped = tuple(name for name in old.sections if name not in kept.sections and name not in new.sections)
     lists = {
         "errors": _joined(kept.errors, new.errors, lambda profile: profile.sync),
@@ -71,21 +52,33 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     return Merged(kept.replace(**filled, **lists), dropped)
 
 
+def _is_other_file(old: RunRecord, new: RunRecord) -> bool:
+    return new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256)
+
+
+def _strangers(old: RunRecord, new: RunRecord, made: Collection[str]) -> str:
+    """The model or the file that the old record is about, if it has nothing to do with the new one; else empty."""
+    if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
+        what = f"another quantized {old.model.module_type} ({old.model.name})"
+        return "" if "model" in made else f"{what}: its config, weights or scales differ from those of this model"
+    if new.file is not None and _is_other_file(old, new):
+        if old.file is not None and "file" not in made:
+            return f"another file ({old.file.path}), or {new.file.path} has changed since"
+        if old.file is None and old.model is not None and new.model is None:
+            return f"a model without a file, and nothing shows that {new.file.path} is a file of it"
+    is_replaced = new.file is None or _is_other_file(old, new)
+    if old.model is None and new.model is not None and old.file is not None and is_replaced:
+        return f"the file {old.file.path} alone, and nothing shows that it is a file of {new.model.name}"
+    return ""
+
+
 def check_same_architecture(old: RunRecord, new: RunRecord, source: str) -> None:
     """Raise for two different models; unlike the numbers, the architecture is known before any work."""
     if old.model is not None and new.model is not None and old.model.architecture != new.model.architecture:
-        raise RecordError(
-            f"{source} is of another model ({old.model.name}, a {old.model.module_type} of "
-            f"{old.model.num_parameters:,} parameters; this one is {new.model.name}, a {new.model.module_type} of "
-            f"{new.model.num_parameters:,}); use another record file"
-        )
+        one, other = (f"{m.name}, a {m.module_type} of {m.num_parameters:,} parameters" for m in (old.model, new.model))
+        raise RecordError(f"{source} is of another model ({one}; this one is {other}); use another record file")
 
 
 def _joined(old: Iterable[T], new: Iterable[T], key: Callable[[T], Any]) -> tuple[T, ...]:
     """All of them; for each key, only the last."""
     return tuple({key(item): item for item in (*old, *new)}.values())
-
-
-def _emptied(sections: Iterable[str]) -> dict[str, Any]:
-    fresh = RunRecord()
-    return {name: getattr(fresh, name) for name in sections}

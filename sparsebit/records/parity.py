@@ -61,38 +61,33 @@ class OutputParity:
 
     def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
         """The limit that was exceeded; empty if none was."""
+        fault = self._fault(tolerance, against)
+        return fault and f"output {self.name}: {fault}"
+
+    def _fault(self, tolerance: Tolerance, against: str) -> str:
+        sqnr, least, largest = (
+            f"SQNR {self.sqnr_db:.1f} dB against {against}",
+            tolerance.min_sqnr_db,
+            self.max_difference,
+        )
         if self.num_apart or not math.isfinite(self.mean_difference):
-            return (
-                f"output {self.name}: {self.num_apart} values are NaN or infinite in the file or in {against}, "
-                "not in both"
-            )
+            return f"{self.num_apart} values are NaN or infinite in the file or in {against}, not in both"
         if self.num_nan and not tolerance.allow_nan:
-            return (
-                f"output {self.name}: {self.num_nan} values are NaN, in {against} too; look at the model and the data "
-                "(Tolerance(allow_nan=True) or --allow-nan accepts them)"
-            )
+            advice = "look at the model and the data (Tolerance(allow_nan=True) or --allow-nan accepts them)"
+            return f"{self.num_nan} values are NaN, in {against} too; {advice}"
         if tolerance.exact and not self.is_equal:
-            return (
-                f"output {self.name}: differs by up to {self.max_difference:.2g} of its range, and must be equal "
-                "bit by bit"
-            )
-        if tolerance.min_sqnr_db is not None and not self.sqnr_db >= tolerance.min_sqnr_db:
-            return (
-                f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; "
-                f"{tolerance.min_sqnr_db:.1f} dB is required"
-            )
+            return f"differs by up to {largest:.2g} of its range, and must be equal bit by bit"
+        if least is not None and not self.sqnr_db >= least:
+            return f"{sqnr}; {least:.1f} dB is required"
         noise_db = math.inf if self.noise_db is None else self.noise_db
         limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)
         if self.sqnr_db < limit:
-            return f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; {limit:.1f} dB is needed"
+            return f"{sqnr}; {limit:.1f} dB is needed"
         # One sample is not enough for a share.
         if self.top1 is not None and self.top1 < min(tolerance.top1, 1 - 1 / max(self.num_samples, 1)):
-            return f"output {self.name}: top-1 agrees on {self.top1:.1%} of the samples; {tolerance.top1:.1%} is needed"
-        if tolerance.max_difference is not None and self.max_difference > tolerance.max_difference:
-            return (
-                f"output {self.name}: differs by {self.max_difference:.2g} of its range; "
-                f"{tolerance.max_difference:.2g} is allowed"
-            )
+            return f"top-1 agrees on {self.top1:.1%} of the samples; {tolerance.top1:.1%} is needed"
+        if tolerance.max_difference is not None and largest > tolerance.max_difference:
+            return f"differs by {largest:.2g} of its range; {tolerance.max_difference:.2g} is allowed"
         return ""
 
 
@@ -117,9 +112,8 @@ class Parity:
         return "; ".join(filter(None, (output.fault(tolerance, self.against) for output in self.outputs)))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"file": self.file, "runtime": self.runtime, "against": self.against, "is_exact": self.is_exact} | {
-            "outputs": [asdict(output) for output in self.outputs]
-        }
+        facts = {"file": self.file, "runtime": self.runtime, "against": self.against, "is_exact": self.is_exact}
+        return {**facts, "outputs": [asdict(output) for output in self.outputs]}
 
     def __str__(self) -> str:
         worst = self.worst

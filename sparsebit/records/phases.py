@@ -81,10 +81,7 @@ def measured(verb: str) -> Iterator[Measured]:
 def phase(name: str) -> Iterator[None]:
     """A phase of a verb; also as a decorator. Without effect outside of `measured`."""
     run = _CURRENT.get()
-    if run is None:
-        yield
-        return
-    with run.phase(name):
+    with contextlib.nullcontext() if run is None else run.phase(name):
         yield
 
 

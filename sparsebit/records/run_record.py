@@ -133,11 +133,8 @@ class RunRecord:
     @property
     def sections(self) -> tuple[str, ...]:
         """The names of the parts that are filled, without `runs`."""
-        return tuple(
-            name
-            for name in field_types(RunRecord)
-            if name not in ("runs", "version") and getattr(self, name) not in (None, ())
-        )
+        names = [name for name in field_types(RunRecord) if name not in ("runs", "version")]
+        return tuple(name for name in names if getattr(self, name) not in (None, ()))
 
     def replace(self, **changes: Any) -> RunRecord:
         """A copy with other sections."""
@@ -162,10 +159,8 @@ class RunRecord:
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise RecordError(f"{source} is damaged: version {version!r}; it is a whole number from 1 to {VERSION}")
         if version > VERSION:
-            raise RecordError(
-                f"{source} has version {version}, of a newer Sparsebit; this one reads versions up to {VERSION}: "
-                "update Sparsebit, or use another file"
-            )
+            known = f"this one reads versions up to {VERSION}: update Sparsebit, or use another file"
+            raise RecordError(f"{source} has version {version}, of a newer Sparsebit; {known}")
         given = {key: value for key, value in values.items() if key not in ("format", "version")}
         try:
             return from_plain(cls, given, "record")

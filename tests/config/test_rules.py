@@ -170,10 +170,3 @@ class TestBatchNormTuning:
         )
         told = message({"SCHEDULE.BN_TUNING": True, "W.SPECIFIC": [{"conv1": ["QSCHEME", scheme]}]})
         assert told.startswith(f"W.QSCHEME={scheme} at conv1: BN tuning")
-
-    @pytest.mark.parametrize(
-        ("fuse", "tune", "now"), [(True, False, True), (True, True, False), (False, True, False), (False, False, False)]
-    )
-    def test_folding_waits_for_it(self, fuse: bool, tune: bool, now: bool) -> None:
-        made = QuantConfig.from_dict(config({"SCHEDULE.FUSE_BN": fuse, "SCHEDULE.BN_TUNING": tune}))
-        assert made.SCHEDULE.fuse_bn_now is now and made.SCHEDULE.FUSE_BN is fuse

@@ -50,14 +50,11 @@ class Accuracy:
         return {**facts, **{one.name: self._values(one) for one in self.models}}
 
     def _values(self, one: Answers) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "score": one.right / self.num_samples,
-            "interval": list(share_interval(one.right, self.num_samples)),
-        }
+        total = self.num_samples
+        values: dict[str, Any] = {"score": one.right / total, "interval": list(share_interval(one.right, total))}
         if one is not self.models[0]:
-            difference = (one.gained - one.lost) / self.num_samples
-            margin = difference_margin(one.lost, one.gained, self.num_samples)
-            values |= {"difference": difference, "margin": margin}
+            margin = difference_margin(one.lost, one.gained, total)
+            values |= {"difference": (one.gained - one.lost) / total, "margin": margin}
             values |= {"changed": one.changed, "lost": one.lost, "gained": one.gained}
         return values
 
@@ -67,19 +64,17 @@ class Accuracy:
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
     def _shown(self, one: Answers) -> str:
-        low, high = share_interval(one.right, self.num_samples)
-        score = f"{one.right / self.num_samples:.2%}"
+        found = self._values(one)
+        score = f"{found['score']:.2%}"
         if one is self.models[0]:
+            low, high = found["interval"]
             return f"{score} (95 % interval {low:.1%} to {high:.1%})"
-        difference = 100 * (one.gained - one.lost) / self.num_samples
-        margin = 100 * difference_margin(one.lost, one.gained, self.num_samples)
         if not one.changed:
             return f"{score} (no answer changed)"
+        difference, margin = 100 * found["difference"], 100 * found["margin"]
         chance = ", within chance" if abs(difference) <= margin else ""
-        return (
-            f"{score} ({difference:+.2f} ± {margin:.2f} points{chance}; {one.changed:,} answers changed: "
-            f"{one.lost:,} became wrong, {one.gained:,} right)"
-        )
+        changes = f"{one.changed:,} answers changed: {one.lost:,} became wrong, {one.gained:,} right"
+        return f"{score} ({difference:+.2f} ± {margin:.2f} points{chance}; {changes})"
 
 
 @dataclass(frozen=True)
@@ -201,13 +196,8 @@ def _tensor(value: Any) -> Any:
 
 
 def _are_labels(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and not value.is_floating_point()
-        and not value.is_complex()
-        and value.dtype != torch.bool
-        and value.dim() > 0
-    )
+    is_whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return is_whole and value.dtype != torch.bool and value.dim() > 0
 
 
 def _classes(output: Any, labels: Tensor | None, data: Data) -> Tensor:
@@ -219,21 +209,22 @@ def _classes(output: Any, labels: Tensor | None, data: Data) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
         shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
-        raise NoScores(
-            f"{where}: an output of {shown} is not scores of classes, (samples, classes); give --metric "
-            "MODULE:FUNCTION, which gets the model and returns a score"
-        )
+        is_none = f"an output of {shown} is not scores of classes, (samples, classes)"
+        raise NoScores(f"{where}: {is_none}; give --metric MODULE:FUNCTION, which gets the model and returns a score")
     classes, num_classes = output.argmax(1).cpu(), output.shape[1]
-    if labels is not None and classes.shape != labels.shape:
-        raise NoScores(
-            f"{where}: labels of shape {tuple(labels.shape)} and scores of shape {tuple(output.shape)}; give one label "
-            "for each sample, or --metric MODULE:FUNCTION"
+    if labels is None:
+        return classes
+    largest, fault = int(labels.max()) if labels.numel() else 0, ""
+    if classes.shape != labels.shape:
+        fault = f"{where}: labels of shape {tuple(labels.shape)} and scores of shape {tuple(output.shape)}; give one "
+        fault += "label for each sample, or --metric MODULE:FUNCTION"
+    elif largest >= num_classes:
+        fault = (
+            f"{where}: label {largest}, and the model has scores of {num_classes} classes (0 and up); give labels in "
         )
-    if labels is not None and labels.numel() and int(labels.max()) >= num_classes:
-        raise NoScores(
-            f"{where}: label {int(labels.max())}, and the model has scores of {num_classes} classes (0 and up); give "
-            "labels in the order of its outputs"
-        )
-    if labels is not None and data.num_classes not in (None, num_classes):
-        raise NoScores(unknown_classes(where, data.num_classes, num_classes))
+        fault += "the order of its outputs"
+    elif data.num_classes not in (None, num_classes):
+        fault = unknown_classes(where, data.num_classes, num_classes)
+    if fault:
+        raise NoScores(fault)
     return classes

@@ -58,16 +58,10 @@ def calibrated(
     resume: Path | None = None,
 ) -> Calibrated:
     """The model quantized on its data."""
-    counted = _Counted(subject)
-    start = time.monotonic()
+    counted, start = _Counted(subject), time.monotonic()
+    how: dict[str, Any] = {"placement": placed.placement, "placement_seconds": placed.placement_seconds}
     with users_code("calibration failed", theirs_alone=False):
-        qmodel = sparsebit.quantize(
-            *(subject.model, counted, config),
-            asym=asym,
-            resume=resume,
-            placement=placed.placement,
-            placement_seconds=placed.placement_seconds,
-        )
+        qmodel = sparsebit.quantize(subject.model, counted, config, asym=asym, resume=resume, **how)
     return Calibrated(qmodel, counted.num_samples, time.monotonic() - start)
 
 
@@ -103,9 +97,8 @@ def load_saved(folder: Path, net: nn.Module, device: str | None = None) -> Quant
     except CheckpointError as error:
         if not any(sign in str(error) for sign in ("size mismatch", "differs from that of the model")):
             raise
-        raise CheckpointError(
-            f"{error}\nIf {folder} was quantized from a pruned model, give the folder of that too: --weights DIR"
-        ) from None
+        hint = f"If {folder} was quantized from a pruned model, give the folder of that too: --weights DIR"
+        raise CheckpointError(f"{error}\n{hint}") from None
 
 
 def scored_models(qmodel: QuantModel) -> dict[str, tuple[Callable[..., Any], str]]:

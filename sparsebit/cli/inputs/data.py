@@ -15,8 +15,8 @@ import typer
 from torch import Tensor, nn
 
 from sparsebit.cli.inputs.images import UnreadableImage, channels_first, image_files, normalized, read_image
-from sparsebit.cli.inputs.loading import LoadingError, resolve, users_code
-from sparsebit.cli.option_groups import DataOptions
+from sparsebit.cli.inputs.loading import LoadingError, read_safetensors, resolve, users_code
+from sparsebit.cli.option_groups import SOURCES, DataOptions
 from sparsebit.errors import MissingExtraError
 from sparsebit.execution.batches import input_rows
 from sparsebit.progress import track
@@ -24,7 +24,6 @@ from sparsebit.progress import track
 BATCH_SIZE = 32
 _LARGEST_BATCH = 1 << 34  # bytes
 _UNREADABLE_SHARE = 0.1
-_FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
 
 
 @dataclass(frozen=True)
@@ -84,30 +83,26 @@ def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bo
 
     `labelled`: with the class of every sample, `(batch, labels)`, or in a mapping as `labels`.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path, kind = Path(source).expanduser(), _kind(source)
+    if kind == "images":
         return _image_folder(path, options, labelled=labelled)
-    if path.suffix in (".npz", ".safetensors"):
-        if not path.is_file():
-            raise LoadingError(f"--data {source}: there is no such file (looked from {os.getcwd()})")
+    if kind == "arrays" and path.is_file():
         return _arrays(path, options, inputs, labelled=labelled)
-    if ":" in source and not path.exists():
+    if kind == "factory" and ":" in source and not path.exists():
         return _factory(source, options)
-    if path.exists():
-        raise LoadingError(f"--data {source}: unknown kind of file; give {_FORMS}")
-    raise LoadingError(f"--data {source}: there is no such folder or file (looked from {os.getcwd()}); give {_FORMS}")
+    absent = f"there is no such {'file' if kind == 'arrays' else 'folder or file'} (looked from {os.getcwd()})"
+    fault = "unknown kind of file" if path.exists() else absent
+    raise LoadingError(f"--data {source}: {fault}; give {SOURCES}")
 
 
 def fitting(options: DataOptions, source: str, other: str | None) -> DataOptions:
-    """The options for `source`: if `other` is data of another kind, options that only that kind supports are
-    dropped.
-    """
-    kinds = [None if one is None else _kind(one) for one in (source, other)]
-    if kinds[0] == kinds[1] or other is None:
+    """The options for `source`: if `other` is data of another kind, those that only that kind supports are dropped."""
+    kind = _kind(source)
+    if other is None or kind == _kind(other):
         return options
-    if kinds[0] == "images":
+    if kind == "images":
         return replace(options, arrays=None)
-    if kinds[0] == "arrays":
+    if kind == "arrays":
         return replace(options, size=None, resize=None, gray=False)
     return DataOptions(num_samples=options.num_samples)
 
@@ -118,23 +113,20 @@ def _kind(source: str) -> str:
 
 
 def _image_folder(folder: Path, options: DataOptions, *, labelled: bool) -> Data:
-    if options.size is None:
+    size = options.size
+    if size is None:
         raise typer.BadParameter(
-            f"{folder} is an image folder: give the --size that the model takes, and --mean and --std if it needs them"
+            f"{folder} is an image folder: give --size, and --mean and --std if the model needs them"
         )
     options.refuse(("arrays",), f"{folder}: it is an image folder")
-    size = options.size
     found = image_files(folder)
     files = [found[index] for index in spread(len(found), options.num_samples)]
     classes, num_classes = folder_classes(folder, files) if labelled else ({}, None)
-
     batch_size = min(options.batch_size or BATCH_SIZE, len(files))
     num_bytes = batch_size * (1 if options.gray else 3) * size.height * size.width * 4
     if num_bytes > _LARGEST_BATCH:
-        raise LoadingError(
-            f"--size {size}: a batch of {batch_size} such images takes {num_bytes / 1e9:.0f} GB; give a smaller "
-            "--size or --batch-size"
-        )
+        taken = f"a batch of {batch_size} such images takes {num_bytes / 1e9:.0f} GB"
+        raise LoadingError(f"--size {size}: {taken}; give a smaller --size or --batch-size")
 
     def walk() -> Iterator[Any]:
         images: list[tuple[Path, Tensor]] = []
@@ -156,13 +148,13 @@ def _image_folder(folder: Path, options: DataOptions, *, labelled: bool) -> Data
 
 def _arrays(file: Path, options: DataOptions, inputs: Inputs, *, labelled: bool) -> Data:
     options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
-    stored = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    stored = _read_npz(file) if file.suffix == ".npz" else read_safetensors(file, "--data")
     arrays = _chosen(stored, options.arrays, inputs, file)
     if not arrays or not any(array.numel() for array in arrays.values()):
         raise LoadingError(f"--data {file}: holds no samples")
-    lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items()) or "nothing"
+    lengths = {len(array) if array.dim() else 0 for array in arrays.values()}
+    if len(lengths) != 1 or lengths == {0}:
+        shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
         raise LoadingError(
             f"--data {file}: arrays must have the same number of samples in their first dimension, but it holds {shown}"
             + ("" if options.arrays else "; --input NAME chooses among them")
@@ -172,7 +164,7 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs, *, labelled: bool)
     has_images = not inputs.takes_bytes and any(array.dtype == torch.uint8 for array in arrays.values())
     if not has_images:
         options.refuse(("mean", "std"), f"{file.name}: only images as bytes (uint8) are normalised")
-    (total,) = set(lengths.values())
+    (total,) = lengths
     chosen = torch.tensor(spread(total, options.num_samples))
     parts = chosen.split(options.batch_size or BATCH_SIZE)
 
@@ -196,15 +188,12 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs, *, labelled: bool)
 
 
 def _factory(source: str, options: DataOptions) -> Data:
-    options.refuse(
-        ("size", "resize", "mean", "std", "gray", "batch_size", "arrays"),
-        f"{source}: its batches are taken as they are",
-    )
+    names = ("size", "resize", "mean", "std", "gray", "batch_size", "arrays")
+    options.refuse(names, f"{source}: its batches are taken as they are")
     thing = resolve(source, "--data")
     if not callable(thing) and (not isinstance(thing, Iterable) or isinstance(thing, Iterator)):
-        raise LoadingError(
-            f"--data {source} is a {type(thing).__name__}; name a function that returns batches, or a DataLoader"
-        )
+        kind = type(thing).__name__
+        raise LoadingError(f"--data {source} is a {kind}; name a function that returns batches, or a DataLoader")
 
     def walk() -> Iterator[Any]:
         seen = 0
@@ -236,8 +225,7 @@ def _chosen(
 ) -> Mapping[str, Tensor]:
     """The arrays that are `wanted`; default: all but labels that are not named after an input."""
     if wanted is not None:
-        missing = [name for name in wanted if name not in arrays]
-        if missing:
+        if missing := [name for name in wanted if name not in arrays]:
             raise LoadingError(f"--input {', '.join(missing)}: {file} holds {', '.join(arrays) or 'nothing'}")
         return {name: arrays[name] for name in wanted}
     if inputs.takes_any:
@@ -248,19 +236,17 @@ def _chosen(
 
 def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
     """Array -> its input: the one of the same name, or "" for a single array, which needs no name."""
-    if inputs.takes_any and len(names) > 1:
-        return {name: name for name in names}
     others = [name for name in names if name not in inputs.names]
+    if not others or (inputs.takes_any and len(names) > 1):
+        return dict(zip(names, names, strict=True))
     if others == names and len(names) == 1:
         return {names[0]: ""}
     if others == names and inputs.in_order and len(names) == len(inputs.names):
         return dict(zip(names, inputs.names, strict=True))
-    if others:
-        raise LoadingError(
-            f"--data {file}: {', '.join(others)} is not one of the {inputs.owner} ({', '.join(inputs.names)}); "
-            "rename such arrays, leave them out, or choose with --input NAME"
-        )
-    return {name: name for name in names}
+    raise LoadingError(
+        f"--data {file}: {', '.join(others)} is not one of the {inputs.owner} ({', '.join(inputs.names)}); rename such "
+        "arrays, leave them out, or choose with --input NAME"
+    )
 
 
 def _read_npz(file: Path) -> Mapping[str, Tensor]:
@@ -278,16 +264,6 @@ def _read_npz(file: Path) -> Mapping[str, Tensor]:
         raise LoadingError(f"--data {file}: cannot be read as arrays ({error})") from None
 
 
-def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise LoadingError(f"--data {file}: not a whole safetensors file ({error})") from None
-
-
 def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[tuple[Path, Tensor]]:
     """The readable images; the others are reported, and are an error if they are more than a tenth."""
     faults: list[str] = []
@@ -296,13 +272,11 @@ def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[tup
         if image is not None:
             yield file, image
         elif len(faults) > _UNREADABLE_SHARE * len(files):
-            raise LoadingError(
-                f"--data: {len(faults)} of {len(files)} images cannot be read, which is more than "
-                f"{_UNREADABLE_SHARE:.0%}: {'; '.join(faults[:3])}"
-            )
+            shown = f"{len(faults)} of {len(files)} images cannot be read, more than {_UNREADABLE_SHARE:.0%}"
+            raise LoadingError(f"--data: {shown}: {'; '.join(faults[:3])}")
     if faults:
-        shown = "; ".join(faults[:3])
-        warnings.warn(f"{len(faults)} of {len(files)} images cannot be read and are left out: {shown}", stacklevel=2)
+        shown = f"{len(faults)} of {len(files)} images cannot be read and are left out"
+        warnings.warn(f"{shown}: {'; '.join(faults[:3])}", stacklevel=2)
 
 
 def _read_or_none(file: Path, read: Callable[[Path], Tensor], faults: list[str]) -> Tensor | None:
@@ -335,9 +309,8 @@ def folder_classes(folder: Path, files: Sequence[Path]) -> tuple[dict[Path, int]
         inner = file.relative_to(folder).parts[:-1]
         if not inner:
             raise LoadingError(
-                f"{folder}: {file.name} is not in the folder of a class, so its label is not known; labelled images "
-                "are in one folder for each class (or give a .npz file with an array of labels, or --metric agreement, "
-                "which needs none)"
+                f"{folder}: {file.name} is not in the folder of a class, so its label is not known; put labelled images"
+                " in one folder for each class, give a .npz file with labels, or --metric agreement, which needs none"
             )
         names[file] = inner[0]
     known = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

@@ -49,11 +49,9 @@ class FirstBatch:
 def run_first_batch(model: nn.Module, data: Data) -> FirstBatch:
     """Run the first batch before any long work; if model and data do not fit, the error shows their shapes."""
     batch = next(iter(data), None)
-    if batch is None:
-        raise LoadingError(f"no data: {data.description} gave no batch")
-    args, kwargs = call = as_call(batch, model)
-    if input_rows(call) == {0}:
-        raise LoadingError(f"no data: the first batch of {data.description} holds no samples")
+    args, kwargs = call = as_call(batch, model) if batch is not None else ((), {})
+    if batch is None or input_rows(call) == {0}:
+        raise LoadingError(f"no data: {data.description} gave no batch, or a first one without samples")
     what = f"the float model cannot run this data ({_shapes(call)})"
     with users_code(what, hint=input_hint(call)), torch.no_grad():
         outputs = model(*args, **kwargs)
@@ -63,14 +61,9 @@ def run_first_batch(model: nn.Module, data: Data) -> FirstBatch:
 
 
 def _floats(outputs: Any) -> list[Tensor]:
-    return [
-        leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-
-
-def _plain(outputs: Any) -> Any:
     # transformers' outputs are mappings that pytree may not know
-    return dict(outputs) if hasattr(outputs, "keys") and hasattr(outputs, "__getitem__") else outputs
+    plain = dict(outputs) if hasattr(outputs, "keys") and hasattr(outputs, "__getitem__") else outputs
+    return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _shapes(call: Call) -> str:

@@ -66,9 +66,8 @@ def read_image(file: Path, size: Size, *, resize: int | None = None, gray: bool 
     scale = resize / min(width, height) if resize else max(size.height / height, size.width / width)
     scaled = round(width * scale), round(height * scale)
     if scaled[0] < size.width or scaled[1] < size.height:
-        raise LoadingError(
-            f"--resize {resize}: {file} becomes {scaled[1]}x{scaled[0]}, less than --size {size}; resize to more"
-        )
+        becomes = f"{file} becomes {scaled[1]}x{scaled[0]}, less than --size {size}"
+        raise LoadingError(f"--resize {resize}: {becomes}; resize to more")
     if scale > 1 and scaled[0] * scaled[1] > _MOST_PIXELS:
         raise UnreadableImage(f"{file}: {height}x{width} would become {scaled[1]}x{scaled[0]}")
     if scaled != image.size:
@@ -98,10 +97,8 @@ def channels_first(pixels: Tensor, where: str) -> Tensor:
         return pixels.permute(0, 3, 1, 2)
     if pixels.dim() == 4 and pixels.shape[1] in (1, 3):
         return pixels
-    raise LoadingError(
-        f"{where}: bytes of shape {tuple(pixels.shape)} are not images; give (N, H, W, C) with 1 or 3 channels, "
-        "or floats of any shape"
-    )
+    fault = f"bytes of shape {tuple(pixels.shape)} are not images"
+    raise LoadingError(f"{where}: {fault}; give (N, H, W, C) with 1 or 3 channels, or floats of any shape")
 
 
 def _files(folder: Path, above: set[str]) -> Iterator[Path]:

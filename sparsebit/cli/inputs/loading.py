@@ -14,17 +14,16 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from sparsebit.cli.inputs.made_weights import why_random
 from sparsebit.cli.option_groups import TrainedModel
-from sparsebit.cli.options import Arguments
+from sparsebit.cli.options import Arguments, refuse
 from sparsebit.errors import CheckpointError, SparsebitError
 
 log = logging.getLogger(__name__)
@@ -89,9 +88,7 @@ def make_model(name: str, arguments: Arguments | None = None) -> Made:
             raise LoadingError(f"--model-args: {name} is a model already, not a factory that takes arguments")
         return Made(thing)
     if not callable(thing):
-        raise LoadingError(
-            f"--model {name} is {_a(thing)}; name a function or class that returns an nn.Module, or an nn.Module"
-        )
+        raise LoadingError(f"--model {name} is {_a(thing)}; name a function or class that returns an nn.Module, or one")
     positional, keywords = arguments or Arguments()
     factory = functools.partial(thing, *positional, **keywords)
     hint = "" if arguments else "; --model-args sets arguments"
@@ -124,10 +121,8 @@ def pruned_folder(weights: Path) -> Path | None:
 
 def refuse_weights(weights: Path | None, saved: Path) -> None:
     """Raise if weights are given and a saved quantized model has its own; a pruned folder only shrinks its layers."""
-    if weights is not None and pruned_folder(weights) is None:
-        raise typer.BadParameter(
-            f"--weights: {saved} holds the weights; leave {weights} out (of a pruned model, give the pruned folder)"
-        )
+    is_file = weights is not None and pruned_folder(weights) is None
+    refuse({f"--weights: {saved} holds the weights; omit {weights} (of a pruned model, give its folder)": is_file})
 
 
 def filled(model: nn.Module, weights: Path) -> nn.Module:
@@ -149,11 +144,10 @@ def resolve(name: str, option: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if option == "--model":
         _refuse_files(name)
-    if not module_name or not attribute:
-        raise LoadingError(f"{option} {name!r}: write MODULE:NAME, such as torchvision.models:resnet18 or my_model:Net")
-    if "/" in module_name or module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise LoadingError(f"{option} {name!r}: write the module as Python imports it: {dotted}:{attribute}")
+    dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+    if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
+        right = f"{dotted}:{attribute}" if dotted and attribute else "torchvision.models:resnet18 or my_model:Net"
+        raise LoadingError(f"{option} {name!r}: write MODULE:NAME, the module as Python imports it: {right}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     with users_code(f"{option} {name}: importing {module_name} failed"):
@@ -170,42 +164,40 @@ def resolve(name: str, option: str) -> Any:
             found = hasattr(thing, part)
         if not found:
             near = difflib.get_close_matches(part, [known for known in dir(thing) if not known.startswith("_")])
-            raise LoadingError(
-                f"{option} {name}: {getattr(thing, '__name__', thing)} has no {part!r}"
-                + (f"; did you mean {' or '.join(near)}?" if near else "")
-            )
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise LoadingError(f"{option} {name}: {getattr(thing, '__name__', thing)} has no {part!r}{meant}")
         thing = getattr(thing, part)
     return thing
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name. Only tensors and plain containers are ever unpickled."""
-    if file.is_dir():
-        raise LoadingError(f"--weights {file}: {_folder_hint(file)}")
-    if not file.is_file():
-        raise LoadingError(f"--weights {file}: there is no such file (looked from {os.getcwd()})")
+    if not file.is_file() or file.suffix not in (*_TORCH_FILES, ".safetensors"):
+        fault = f"unknown kind; allowed: .safetensors, {', '.join(_TORCH_FILES)}"
+        if not file.is_file():
+            fault = _folder_hint(file) if file.is_dir() else f"there is no such file (looked from {os.getcwd()})"
+        raise LoadingError(f"--weights {file}: {fault}")
     if file.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise LoadingError(f"--weights {file}: not a whole safetensors file ({error})") from None
-    if file.suffix not in _TORCH_FILES:
-        raise LoadingError(f"--weights {file}: unknown kind; allowed: .safetensors, {', '.join(_TORCH_FILES)}")
+        return read_safetensors(file, "--weights")
     found = _unpickled(file)
-    for key in _WRAPPERS:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-            break
+    if isinstance(found, Mapping):
+        found = next((found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)), found)
     if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         shown = f"a mapping of {', '.join(map(str, list(found)[:5]))}" if isinstance(found, Mapping) else _a(found)
-        raise LoadingError(
-            f"--weights {file}: holds {shown}; give a state_dict, or a mapping with one as "
-            f"{' or '.join(map(repr, _WRAPPERS))}"
-        )
+        named = " or ".join(map(repr, _WRAPPERS))
+        raise LoadingError(f"--weights {file}: holds {shown}; give a state_dict, or a mapping with one as {named}")
     return dict(found)
+
+
+def read_safetensors(file: Path, option: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which an option names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise LoadingError(f"{option} {file}: not a whole safetensors file ({error})") from None
 
 
 def _unpickled(file: Path) -> Any:
@@ -213,26 +205,21 @@ def _unpickled(file: Path) -> Any:
     try:
         with file.open("rb") as stream:
             start = stream.read(2)
-    except OSError as error:
-        raise LoadingError(f"--weights {file}: cannot be read ({error.strerror})") from None
-    if not start.startswith(_TORCH_STARTS):
-        raise LoadingError(f"--weights {file}: not a file of torch.save (it starts with {start!r})")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings on pickles of other programs; errors are handled below
-            return torch.load(file, map_location="cpu", weights_only=True)
+        fault = f"not a file of torch.save (it starts with {start!r})"
+        if start.startswith(_TORCH_STARTS):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # warnings on pickles of other programs; errors are handled below
+                return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise LoadingError(
-            f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
-            "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
-        ) from None
+        fault = (
+            "holds Python objects, which may run code when they are loaded, so it was not opened; save tensors only: "
+        )
+        fault += "torch.save(model.state_dict(), ...), or a .safetensors file"
     except Exception as error:  # a damaged pickle may raise anything
+        fault = f"not a whole file of torch.save ({_first_line(error)})"
         if "TorchScript" in str(error):
-            raise LoadingError(
-                f"--weights {file}: is a TorchScript archive; save its tensors: "
-                "torch.save(torch.jit.load(FILE).state_dict(), ...)"
-            ) from None
-        raise LoadingError(f"--weights {file}: not a whole file of torch.save ({_first_line(error)})") from None
+            fault = "is a TorchScript archive; save its tensors: torch.save(torch.jit.load(FILE).state_dict(), ...)"
+    raise LoadingError(f"--weights {file}: {fault}")
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
@@ -257,7 +244,12 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
     ]
     faults = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if any(faults.values()):
-        lines = [f"\n  {len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
+        lines = [
+            f"\n  {len(names)} {kind}: {', '.join(names[:10])}"
+            + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            for kind, names in faults.items()
+            if names
+        ]
         if shapes and not missing and not unexpected:
             lines.append("\n  If they are those of a pruned model, give the folder that sparsebit prune wrote")
         raise LoadingError(f"--weights {file} does not fit {type(model).__name__}:{''.join(lines)}")
@@ -284,9 +276,7 @@ def users_code(what: str, *, for_type_errors: str = "", hint: str = "", theirs_a
 
 def cause(error: BaseException) -> str:
     """`ValueError: text (net.py:12)`: an exception of the user's code in one line, with the last line of theirs."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
-    ]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_THEIRS)]
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({'' if error.code is None else repr(error.code)}){where}"
@@ -301,30 +291,21 @@ def _is_ours(error: BaseException) -> bool:
 
 def _refuse_files(name: str) -> None:
     """Raise for a file in the place of a model; the message says what to do instead."""
-    suffix = Path(name).suffix.lower()
-    if suffix == ".onnx":
-        raise LoadingError(
-            f"--model {name}: is an ONNX file, and quantize and profile take the PyTorch model that it was exported "
-            "from, as MODULE:NAME. Without that model: sparsebit audit and sparsebit check look at ONNX files of any "
-            "tool, and onnxruntime.quantization quantizes them"
-        )
-    if suffix in (*_TORCH_FILES, ".safetensors"):
-        raise LoadingError(f"--model {name}: is a file of weights; give --weights {name}, and the model as MODULE:NAME")
+    weights = f"is a file of weights; give --weights {name}, and the model as MODULE:NAME"
+    hints = dict.fromkeys((*_TORCH_FILES, ".safetensors"), weights)
+    hints[".onnx"] = (
+        "is an ONNX file, exported from a PyTorch model: name that, as MODULE:NAME. Without it, sparsebit audit"
+    )
+    hints[".onnx"] += " and sparsebit check take ONNX files of any tool, and onnxruntime.quantization quantizes them"
+    if hint := hints.get(Path(name).suffix.lower()):
+        raise LoadingError(f"--model {name}: {hint}")
 
 
 def _folder_hint(folder: Path) -> str:
     """Advice for a folder that is not that of a pruned model."""
     if (folder / "sparsebit.json").is_file():
-        return (
-            "is the folder of a quantized model; name it as DIR of sparsebit export, --against of sparsebit check or "
-            "--quantized of sparsebit profile"
-        )
+        return "is the folder of a quantized model; sparsebit export, check and profile take it as --quantized"
     return "is a folder; give a file in it (a state_dict), or a folder that sparsebit prune wrote (with channels.json)"
-
-
-def _listed(names: Iterable[str], most: int = 10) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -74,17 +74,13 @@ def _same_generators() -> Iterator[None]:
 
 def _as_initialized(model: nn.Module) -> str:
     """Why the model seems untrained: none of its normalization layers differs from a new one."""
+    begin = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and not any(map(is_lazy, m.parameters()))]
-    learned = [norm for norm in norms if next(norm.parameters(), None) is not None]
-    if not learned or not all(map(_is_new, learned)):
+    learned = [_tensors(norm) for norm in norms if next(norm.parameters(), None) is not None]
+    known = [(values[name], first) for values in learned for name, first in begin.items() if name in values]
+    if not learned or not all(bool((tensor == first).all()) for tensor, first in known):
         return ""
     return f"its {len(learned)} normalization layers have the values that they begin training with"
-
-
-def _is_new(norm: nn.Module) -> bool:
-    begin = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
-    values = {**dict(norm.named_parameters()), **dict(norm.named_buffers())}
-    return all(bool((values[name] == begin[name]).all()) for name in begin if values.get(name) is not None)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.deploy.comparing.check import runtime_of
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order
+from sparsebit.deploy.onnx_graph.packages import numpy
 from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
 
 Feeds = dict[str, Any]
@@ -50,12 +51,11 @@ def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) ->
             yield arrays
             continue
         if given < size:
-            raise LoadingError(f"{file} takes {size} samples at once, and a batch of the data has {given}{_hint(size)}")
+            hint = f"give --batch-size {size} and as many samples, or export the file with a dynamic batch"
+            raise LoadingError(f"{file} takes {size} samples at once, and a batch of the data has {given}; {hint}")
+        split = [name for name in samples if len(arrays[name]) == given]
         for start in range(0, given - size + 1, size):
-            yield {
-                name: array[start : start + size] if name in samples and len(array) == given else array
-                for name, array in arrays.items()
-            }
+            yield {**arrays, **{name: arrays[name][start : start + size] for name in split}}
 
 
 def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
@@ -65,25 +65,19 @@ def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
     """
     names = session.inputs
     if isinstance(batch, Mapping) and any(name in batch for name in names):
-        missing = [name for name in names if name not in batch]
-        if missing:
+        if missing := [name for name in names if name not in batch]:
             raise LoadingError(f"{file} takes {', '.join(names)}; the data has no {', '.join(missing)}")
         chosen = [batch[name] for name in names]
     else:
         chosen = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) or _is_array(leaf)]
         if len(chosen) < len(names) or (isinstance(batch, Mapping) and len(chosen) > len(names)):
-            raise LoadingError(
-                f"{file} takes {len(names)} inputs ({', '.join(names)}); a batch of the data holds {len(chosen)} arrays"
-            )
-    return {
-        name: _typed(value, session.input_types[name], name, file)
-        for name, value in zip(names, chosen[: len(names)], strict=True)
-    }
+            wanted = f"{len(names)} inputs ({', '.join(names)})"
+            raise LoadingError(f"{file} takes {wanted}; a batch of the data holds {len(chosen)} arrays")
+    pairs = zip(names, chosen[: len(names)], strict=True)
+    return {name: _typed(value, session.input_types[name], name, file) for name, value in pairs}
 
 
 def _typed(value: Any, kind: str, name: str, file: str) -> Any:
-    import numpy
-
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
@@ -100,10 +94,6 @@ def _sample_inputs(arrays: Feeds, session: Session, size: int | None) -> list[st
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "shape")
-
-
-def _hint(size: int) -> str:
-    return f"; give --batch-size {size} and as many samples, or export the file with a dynamic batch"
 
 
 class FileModel(nn.Module):
@@ -138,11 +128,7 @@ class FileModel(nn.Module):
 
 def _joined(parts: list[Any], size: int, count: int) -> Any:
     """The outputs of single runs concatenated, without those of the padding samples."""
-    import numpy
-
-    if not parts[0].ndim or len(parts[0]) != size:
-        return parts[0]
-    return numpy.concatenate(parts)[:count]
+    return parts[0] if not parts[0].ndim or len(parts[0]) != size else numpy.concatenate(parts)[:count]
 
 
 def _outputs(arrays: list[Any]) -> Any:

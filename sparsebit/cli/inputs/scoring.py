@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import typer
 from torch import nn
 
 from sparsebit.cli.inputs.accuracy import Accuracy, NoScores, Predictor, Scores, measure
 from sparsebit.cli.inputs.data import Data, Inputs, fitting, load_data
 from sparsebit.cli.inputs.loading import LoadingError, resolve, users_code
 from sparsebit.cli.option_groups import NUM_TEST_SAMPLES, DataOptions, ScoreOptions
+from sparsebit.cli.options import refuse
 from sparsebit.quantization.inspecting.accuracy_gains import score_of
 
 CALIBRATION = "These are the calibration samples; --test-data SOURCE measures on others."
@@ -23,12 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def load_test(
-    scored: ScoreOptions,
-    model: nn.Module,
-    source: nn.Module | int,
-    inputs: Inputs,
-    data: str | None,
-    how: DataOptions,
+    scored: ScoreOptions, model: nn.Module, source: nn.Module | int, inputs: Inputs, data: str | None, how: DataOptions
 ) -> Test | None:
     """The test; None if there is nothing to measure. A requested test runs on one batch before the long work.
 
@@ -37,22 +32,22 @@ def load_test(
     """
     if scored.metric is not None and ":" in scored.metric:
         return Test(scored, None, source)
-    if scored.metric not in (None, "accuracy", "agreement"):
-        allowed = "write accuracy, agreement or MODULE:FUNCTION"
-        raise typer.BadParameter(f"{scored.metric!r}: {allowed}", param_hint="--metric")
-    if scored.test_data is None and scored.test_samples is not None:
-        raise typer.BadParameter("needs --test-data", param_hint="--test-samples")
-    named = scored.test_data or data
+    named, is_known = scored.test_data or data, scored.metric in (None, "accuracy", "agreement")
+    refuse(
+        {
+            f"{scored.metric!r}: write accuracy, agreement or MODULE:FUNCTION": not is_known,
+            f"{scored.metric} is measured on data; give --test-data": scored.metric is not None and named is None,
+        },
+        "--metric",
+    )
+    is_given = scored.test_data is not None
+    refuse({"needs --test-data": scored.test_samples is not None and not is_given}, "--test-samples")
     if named is None:
-        if scored.metric is not None:
-            raise typer.BadParameter(f"{scored.metric} is measured on data; give --test-data", param_hint="--metric")
         return None
-    is_implied = scored.test_data is None and scored.metric is None
-    wanted = how
-    if scored.test_data is not None:
+    is_implied, labelled, wanted = not is_given and scored.metric is None, scored.is_labelled, how
+    if is_given:
         wanted = replace(fitting(how, named, data), num_samples=scored.test_samples or NUM_TEST_SAMPLES)
     try:
-        labelled = scored.is_labelled
         found = load_data(named, wanted, inputs, labelled=labelled)
     except LoadingError:
         if is_implied:
@@ -87,12 +82,8 @@ class Test:
             return Scores(found, name)
         note = CALIBRATION if calibrated and self.options.test_data is None else ""
         try:
-            return measure(
-                *(models, self.data.tracked("accuracy"), self.source),
-                data=self.data,
-                note=note,
-                labelled=self.options.is_labelled,
-            )
+            how: dict[str, Any] = {"data": self.data, "note": note, "labelled": self.options.is_labelled}
+            return measure(models, self.data.tracked("accuracy"), self.source, **how)
         except NoScores as error:
             if not self.is_implied:
                 raise

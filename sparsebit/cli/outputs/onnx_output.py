@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.cli.inputs.calibrated_model import Subject
-from sparsebit.cli.inputs.first_batch import FirstBatch
 from sparsebit.cli.inputs.onnx_inputs import FileModel
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
@@ -56,7 +55,7 @@ class Exported:
     @property
     def time(self) -> str:
         """The file's time against the float model's, as text."""
-        ratio = None if self.audit is None else self.audit.ratio
+        ratio = self.audit and self.audit.ratio
         if ratio is None:
             return f"not measured: {self.untimed or 'it could not be compared with float'}"
         return f"{ratio:.2f} of float, measured on this machine (CPU time, 1 thread)"
@@ -68,8 +67,7 @@ class Exported:
 
     def warnings(self, placement: str = "default") -> tuple[str, ...]:
         """The warnings of the audit, and one if the file is slower than float."""
-        found = () if self.audit is None else self.audit.warnings
-        ratio = None if self.audit is None else self.audit.ratio
+        found, ratio = ((), None) if self.audit is None else (self.audit.warnings, self.audit.ratio)
         if ratio is None or ratio <= 1 + _EVEN:
             return found
         remedy = "--placement measured finds out which layers to keep in float"
@@ -87,9 +85,9 @@ class Exported:
             "file": str(self.file),
             "bytes": self.num_bytes,
             "ratio": self.ratio,
-            "time": {"ratio": None if self.audit is None else self.audit.ratio, "words": self.time},
-            "parity": None if self.parity is None else self.parity.to_dict(),
-            "audit": None if self.audit is None else {"verdict": self.runs, "counts": self.audit.counts()},
+            "time": {"ratio": self.audit and self.audit.ratio, "words": self.time},
+            "parity": self.parity and self.parity.to_dict(),
+            "audit": self.audit and {"verdict": self.runs, "counts": self.audit.counts()},
             "tensorrt_advice": None if self.advice is None else [one.to_dict() for one in self.advice],
         }
 
@@ -106,15 +104,14 @@ class Exported:
     def facts(self) -> dict[str, str]:
         """One or two lines for each fact."""
         share = "" if self.ratio is None else f", {self.ratio:.2f} of the float weights"
-        found = {"file": f"{self.file}, {kilobytes(self.num_bytes)}{share}"}
-        found["parity"] = "not checked" if self.parity is None else str(self.parity)
-        found["time"] = self.time
-        if self.audit is not None:
-            found["runs"] = self.runs
-        if self.advice is not None:
-            lines = [str(one) for one in self.advice]
-            found["tensorrt"] = "\n".join(lines) or "follows TensorRT's rules (TensorRT itself does not run here)"
-        return found
+        follows = "" if self.advice is None else "follows TensorRT's rules (TensorRT itself does not run here)"
+        return {
+            "file": f"{self.file}, {kilobytes(self.num_bytes)}{share}",
+            "parity": str(self.parity or "not checked"),
+            "time": self.time,
+            "runs": self.runs,
+            "tensorrt": "\n".join(map(str, self.advice or ())) or follows,
+        }
 
 
 def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
@@ -180,11 +177,8 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
     """How the runtime executes the file, and its time against float; if it was not timed, the reason."""
     if num_bytes > _LARGEST_TIMED:
         return audit(file, runtime=runtime, repeats=0), f"the file is larger than {kilobytes(_LARGEST_TIMED)}"
-    (args, kwargs), _ = example_of(subject, options)
-    names = list(_named_inputs(subject, options.input_names))
-    signature = inspect.signature(subject.model.forward)
-    tensors = flat_inputs(args, in_order(kwargs, signature))
-    feeds = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+    call, _ = example_of(subject, options)
+    feeds = {name: x.detach().cpu().numpy() for name, x in _named_inputs(subject, options.input_names, call).items()}
     try:
         return audit(file, runtime=runtime, feeds=feeds, budget_s=_TIMED_S), ""
     except DeploymentError as error:
@@ -193,27 +187,19 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The exported call, and its dynamic axes."""
-    # torch.export would take one sample as a fixed size: use two if the number is open.
-    call = _sized(subject.first_batch, 2 if options.dynamic_batch else 1)
-    return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
-
-
-def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
-    """Axis 0 of every input whose rows are samples."""
-    batch = subject.first_batch
+    batch, is_open = subject.first_batch, options.dynamic_batch
+    # torch.export would take one sample as a fixed size: use two if the number is open, the same twice if need be.
+    call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(2 if is_open else 1)])
+    # Axis 0 of every input whose rows are samples.
     samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
-    return {name: {0: _BATCH} for name, tensor in _named_inputs(subject, given).items() if id(tensor) in samples}
+    named = _named_inputs(subject, options.input_names)
+    axes = {name: {0: _BATCH} for name, tensor in named.items() if id(tensor) in samples}
+    return call, axes if is_open else None
 
 
-def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
-    """The file's input names, in the order of forward's parameters, whatever the order of the data."""
-    args, keywords = subject.first_batch.call
+def _named_inputs(subject: Subject, given: Names | None, call: Call | None = None) -> dict[str, Tensor]:
+    """The inputs by the file's names, in the order of forward's parameters, whatever the order of the data."""
+    args, keywords = call or subject.first_batch.call
     signature = inspect.signature(subject.model.forward)
     kwargs = in_order(keywords, signature)
     return dict(zip(input_names(args, kwargs, signature, given), flat_inputs(args, kwargs), strict=True))
-
-
-def _sized(batch: FirstBatch, size: int) -> Call:
-    """The call with `size` of its samples; a single sample is repeated if two are needed."""
-    call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(size)])
-    return call

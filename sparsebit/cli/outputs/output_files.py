@@ -17,9 +17,8 @@ def checked_target(folder: Path) -> Path:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"--output {folder} is a file; give the name of a folder")
     if target.is_dir() and (foreign := foreign_files(target)):
-        raise CheckpointError(
-            f"--output {folder} holds other things than a saved model ({', '.join(foreign[:3])}); give another folder"
-        )
+        held = ", ".join(foreign[:3])
+        raise CheckpointError(f"--output {folder} holds other things than a saved model ({held}); give another folder")
     above = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
     if not os.access(above, os.W_OK | os.X_OK) or not above.is_dir():
         raise CheckpointError(f"--output {folder}: {above} cannot be written to; give another folder")
@@ -34,9 +33,8 @@ def need_own_text(file: Path, *starts: str) -> None:
     with target.open(encoding="utf-8", errors="replace") as stream:
         begin = stream.read(max(map(len, starts)))
     if not begin.startswith(starts):
-        raise CheckpointError(
-            f"--output {file} exists and is not an older result of this verb; give another name, or remove it"
-        )
+        fault = "exists and is not an older result of this verb; give another name, or remove it"
+        raise CheckpointError(f"--output {file} {fault}")
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from sparsebit.cli.inputs.accuracy import Accuracy, Predictor, Scores
@@ -14,6 +14,7 @@ from sparsebit.cli.inputs.loading import LoadingError, load_net, refuse_weights
 from sparsebit.cli.inputs.onnx_inputs import FileData, FileModel, inputs_of
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import typed
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.onnx_output import scored_file
 from sparsebit.cli.outputs.output import Output, decibel, table
 from sparsebit.cli.outputs.recording import Recording
@@ -23,8 +24,9 @@ from sparsebit.deploy.comparing.parity import Parity
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization.exporting.export_checks import check_parity, compare_model
 from sparsebit.quantization.model.quant_model import QuantModel
-from sparsebit.quantization.recording import file_record, record
-from sparsebit.records import ParityCheck, RunRecord
+from sparsebit.quantization.recording import file_record
+from sparsebit.quantization.recording import record as record_of
+from sparsebit.records import ParityCheck
 
 
 def check(asked: CheckOptions, out: Output, recorded: Recording) -> None:
@@ -45,51 +47,54 @@ def check(asked: CheckOptions, out: Output, recorded: Recording) -> None:
         else:
             found = check_against(file, against, batches, chosen, tolerance if asked.limits else None)
         description, accuracy = batches.description, _score_files(asked, chosen)
-    fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, asked.min_top1))))
+    parity, divergence = found.parity, found.divergence
+    fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(parity, asked.min_top1))))
     record = {
-        **found.parity.to_dict(),
+        **parity.to_dict(),
         "data": description,
-        "first_divergence": None if found.divergence is None else asdict(found.divergence),
+        "first_divergence": divergence and asdict(divergence),
         "fault": fault or None,
-        "accuracy": None if accuracy is None else accuracy.to_dict(),
+        "accuracy": accuracy and accuracy.to_dict(),
         **recorded.values(),
     }
     if recorded:
-        recorded.write(_record(asked, qmodel, found, fault, description, recorded))
-    scores = [] if accuracy is None else [str(accuracy)]
-    out.result(record, _verdict(found), *scores, details=[_table(found.parity)])
+        first = None if divergence is None else str(divergence)
+        checked = ParityCheck(parity, fault or None, description, first)
+        how: Any = {"run": recorded.run, "warnings": recorded.warnings}
+        if qmodel is None:
+            recorded.write(file_record(file, checked, **how))
+        else:
+            recorded.write(record_of(qmodel, checked, name=asked.net.model, file=file, **how))
+    out.result(record, _verdict(found), *([str(accuracy)] if accuracy else []), details=[_table(parity)])
     if fault:
         raise DeploymentError(f"{file}: {fault}")
 
 
 def _check(asked: CheckOptions) -> None:
     """Raise before the work for options that cannot be used together."""
-    if asked.net.model:
-        if asked.runtime is not None:
-            raise typer.BadParameter("--runtime: with --model the file runs where it was exported for")
-        if asked.quantized is not None and asked.against is not None:
-            raise typer.BadParameter("give --quantized DIR or --against FLOAT.onnx")
-        if asked.saved is not None and not asked.saved.is_dir():
-            option = "--against" if asked.quantized is None else "--quantized"
-            raise LoadingError(
-                f"{option} {asked.saved}: with --model it is the folder that quantize saved; to compare with a "
-                "file, leave --model out"
-            )
-        return
-    if given := [*typed(asked.net), *typed(asked, ["quantized"])]:
-        raise typer.BadParameter(f"{', '.join(given)}: --model is required")
-    if asked.against is not None and asked.against.is_dir():
-        raise typer.BadParameter(
-            f"--against {asked.against} is a folder: name the model that it was saved from, --model"
+    has_model, saved, against = bool(asked.net.model), asked.saved, asked.against
+    of_model = ", ".join([*typed(asked.net), *typed(asked, ["quantized"])])
+    refuse(
+        {
+            "--runtime: with --model the file runs where it was exported for": has_model and asked.runtime is not None,
+            "give --quantized DIR or --against FLOAT.onnx": has_model and None not in (asked.quantized, against),
+            f"{of_model}: --model is required": not has_model and of_model,
+            f"--against {against} is a folder: name the model that it was saved from, --model": (
+                not has_model and against is not None and against.is_dir()
+            ),
+        }
+    )
+    if has_model and saved is not None and not saved.is_dir():
+        option = "--against" if asked.quantized is None else "--quantized"
+        raise LoadingError(
+            f"{option} {saved}: is not the folder of a saved model; to compare with a file, omit --model"
         )
 
 
 def _compare_model(
     asked: CheckOptions, runtime: str, recorded: Recording
 ) -> tuple[FileParity, str, QuantModel | None, Accuracy | Scores | None]:
-    """Compare the file with the float model, or with the simulation of the saved one; also describes the data,
-    scores.
-    """
+    """Compare the file with the float model, or with the simulation of the saved one, and score them."""
     file, folder, limits = asked.file, asked.saved, asked.limits
     if folder is not None:
         refuse_weights(asked.net.weights, folder)
@@ -124,38 +129,25 @@ def _score_files(asked: CheckOptions, runtime: str) -> Accuracy | Scores | None:
     return test.run({**float_file, "file": (model, "cpu")})
 
 
-def _record(
-    asked: CheckOptions, qmodel: QuantModel | None, found: FileParity, fault: str, data: str, to: Recording
-) -> RunRecord:
-    """The findings on the file, and on the quantized model if the file was compared with it."""
-    divergence = None if found.divergence is None else str(found.divergence)
-    check = ParityCheck(found.parity, fault or None, data, divergence)
-    if qmodel is None:
-        return file_record(asked.file, check, run=to.run, warnings=to.warnings)
-    return record(qmodel, check, name=asked.net.model, file=asked.file, run=to.run, warnings=to.warnings)
-
-
 def _fault(found: FileParity, runtime: str) -> str:
     if not found.fault:
         return ""
     if found.parity.against != AS_WRITTEN:
         return found.fault
-    where = "all quantized sites agree: it is an op whose output is not quantized"
-    if found.divergence is not None:
-        where = f"the first site that differs is {found.divergence}"
+    nowhere = "all quantized sites agree: it is an op whose output is not quantized"
+    where = nowhere if found.divergence is None else f"the first site that differs is {found.divergence}"
     return f"{runtime} does not compute what the file says: {found.fault}; {where}"
 
 
 def _missed(parity: Parity, min_top1: float | None) -> list[str]:
     """The user's own limits that are not kept."""
-    scored = [output for output in parity.outputs if output.top1 is not None]
-    if min_top1 is not None and not scored:
+    scores = {output.name: output.top1 for output in parity.outputs if output.top1 is not None}
+    if min_top1 is None:
+        return []
+    if not scores:
         raise DeploymentError(f"--min-top1 {min_top1}: no output of {parity.file} is (samples, classes)")
-    return [
-        f"output {output.name}: top-1 {output.top1:.2%}; --min-top1 asks for {min_top1:.2%}"
-        for output in parity.outputs
-        if min_top1 is not None and output.top1 is not None and output.top1 < min_top1
-    ]
+    missed = {name: top1 for name, top1 in scores.items() if top1 < min_top1}
+    return [f"output {name}: top-1 {top1:.2%}; --min-top1 asks for {min_top1:.2%}" for name, top1 in missed.items()]
 
 
 def _verdict(found: FileParity) -> str:

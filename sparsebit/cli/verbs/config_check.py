@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
 import yaml
 from rich.console import RenderableType
 
 from sparsebit.cli.inputs.calibrated_model import formats, planned
 from sparsebit.cli.inputs.loading import resolve
 from sparsebit.cli.option_groups import typed
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.output import Output, table
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import ConfigOptions
@@ -22,10 +22,8 @@ from sparsebit.records import Coverage
 def check(asked: ConfigOptions, out: Output, recorded: Recording) -> None:
     """Read the config, place its quantizers, and report."""
     config, model = asked.config, asked.net.model
-    if not model and (
-        given := [*typed(asked.net, ["model_args"]), *typed(asked, ["data"]), *typed(asked.net, ["weights"])]
-    ):
-        raise typer.BadParameter("needs --model", param_hint=", ".join(given))
+    given = [*typed(asked.net, ["model_args"]), *typed(asked, ["data"]), *typed(asked.net, ["weights"])]
+    refuse({"needs --model": given and not model}, ", ".join(given))
     if model:
         resolve(model, "--model")  # the module may register the observers and quantizers that the config names
     qconfig = as_qconfig(config)

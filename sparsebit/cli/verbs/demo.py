@@ -131,17 +131,10 @@ def _sweep(
     def judged(qmodel: QuantModel, width: int, raised: tuple[str, ...] = ()) -> DemoRow:
         with torch.no_grad():
             logits = qmodel(digits.test_images)
-        noise = (logits - reference).square().sum()
+        sqnr = decibels(float(reference.square().sum()), float((logits - reference).square().sum()))
+        same = _same(logits, digits.test_labels), _same(logits, reference.argmax(1))
         size = weight_size(qmodel)
-        return DemoRow(
-            width,
-            _same(logits, digits.test_labels),
-            _same(logits, reference.argmax(1)),
-            decibels(float(reference.square().sum()), float(noise)),
-            size.quantized_bytes,
-            size.ratio,
-            raised,
-        )
+        return DemoRow(width, *same, sqnr, size.quantized_bytes, size.ratio, raised)
 
     def quantized(width: int, raised: tuple[str, ...] = ()) -> QuantModel:
         return sparsebit.quantize(model, batches, recommended(width, raised))
@@ -223,7 +216,7 @@ class DemoFile:
     def to_dict(self, kept: Path | None) -> dict[str, Any]:
         found = self.audit
         return {
-            "file": None if kept is None else str(kept),
+            "file": kept and str(kept),
             "bytes": found.num_bytes,
             "float_bytes": found.float_bytes,
             "accuracy": self.accuracy,
@@ -235,9 +228,8 @@ class DemoFile:
         }
 
     def facts(self, kept: Path | None, num_test: int) -> dict[str, str]:
-        where = f"not kept: --output {NAME} keeps it" if kept is None else str(kept)
         return {
-            "file": where,
+            "file": str(kept or f"not kept: --output {NAME} keeps it"),
             "parity": str(self.parity),
             "accuracy": f"{self.accuracy:.1%} on the {num_test} images, {self.agreement:.1%} the same answer as float",
             "size": size_words(self.audit),

@@ -17,6 +17,7 @@ from sparsebit.cli.inputs.first_batch import run_first_batch
 from sparsebit.cli.inputs.loading import load_net, refuse_weights, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import DataOptions, FileOptions
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, example_of, scored_file
 from sparsebit.cli.outputs.onnx_output import export as export_quantized
 from sparsebit.cli.outputs.output import Output, facts_table
@@ -40,15 +41,17 @@ def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
     """Load, write and compare the file, and report."""
     check_onnx_name(asked.output)
     data, written, folder = asked.data, asked.written, asked.quantized or asked.folder
-    if asked.quantized is not None and asked.folder is not None:
-        raise typer.BadParameter(f"{asked.folder}: --quantized names the folder already; give one of them")
-    is_checked = data is not None and not written.no_check
-    if written.limits and not is_checked:
-        raise typer.BadParameter(f"{', '.join(written.limits.given())}: nothing is compared without --data")
+    is_checked, limits = data is not None and not written.no_check, ", ".join(written.limits.given())
+    both = None not in (asked.quantized, asked.folder)
+    refuse(
+        {
+            f"{asked.folder}: --quantized names the folder already; give one of them": both,
+            f"{limits}: nothing is compared without --data": limits and not is_checked,
+            "--extra-info: a float model has no quantized sites": written.extra_info and folder is None,
+        }
+    )
     if folder is not None:
         refuse_weights(asked.net.weights, folder)
-    elif written.extra_info:
-        raise typer.BadParameter("--extra-info: a float model has no quantized sites")
     scores_file, written = not written.no_check, replace(written, no_check=not is_checked)
     net = load_net(asked.net, folder)
     recorded.expect(net, asked.net.model)
@@ -70,21 +73,19 @@ def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
         done = _export_float(subject, target, written)
     if not is_checked:
         out.warn("the file was not compared with the model" + ("" if data else ": no --data"))
-    accuracy = None
-    if test is not None:
-        models = {"float": (net, "cpu")} if qmodel is None else scored_models(qmodel)
-        accuracy = test.run({**models, **(scored_file(done.file, net) if scores_file else {})})
+    models = {"float": (net, "cpu")} if qmodel is None else scored_models(qmodel)
+    accuracy = None if test is None else test.run({**models, **(scored_file(done.file, net) if scores_file else {})})
     if recorded:
         words = batches.description if is_checked else None
         recorded.write(_record(asked.net.model, net, qmodel, done, words, recorded))
     record = {
         "model": asked.net.model,
         "weights": weights_source(asked.net.model, asked.net.weights, folder),
-        "folder": None if folder is None else str(folder),
+        "folder": folder and str(folder),
         "onnx": done.to_dict(),
-        "accuracy": None if accuracy is None else accuracy.to_dict(),
+        "accuracy": accuracy and accuracy.to_dict(),
     }
-    facts = {**done.facts(), "accuracy": "" if accuracy is None else str(accuracy)}
+    facts = {**done.facts(), "accuracy": str(accuracy or "")}
     out.result({**record, **recorded.values()}, details=[facts_table(facts)])
     if qmodel is not None:
         out.next_steps(f"sparsebit audit {asked.output}   # which layers run in integers, and why not")
@@ -140,8 +141,4 @@ def _export_float(subject: Subject, target: Path, written: FileOptions) -> Expor
                 limits = written.limits.tolerance()
                 parity = compare_model(subject.model, path, subject.data, tolerance=limits, name=str(target))
     num_bytes = sum(path.stat().st_size for path in (target, *data_files(target)))
-    return Exported(target, num_bytes, _float_bytes(subject.model), parity)
-
-
-def _float_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return Exported(target, num_bytes, sum(parameter.nbytes for parameter in subject.model.parameters()), parity)

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -17,12 +16,13 @@ from sparsebit.cli.inputs.data import Data, Inputs, load_data
 from sparsebit.cli.inputs.first_batch import FirstBatch
 from sparsebit.cli.inputs.loading import LoadingError, resolve, users_code
 from sparsebit.cli.option_groups import NUM_TEST_SAMPLES, typed
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.output import Output, decibel, table
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import NUM_ROWS, ProfileOptions
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.recording import record
-from sparsebit.records import AccuracyGains, Coverage, ErrorProfile, LayerError, OutputError, RunRecord
+from sparsebit.quantization.recording import record as record_of
+from sparsebit.records import AccuracyGains, Coverage, LayerError, OutputError
 
 _FLOAT = "the float model"
 
@@ -30,10 +30,8 @@ _FLOAT = "the float model"
 def profile(asked: ProfileOptions, out: Output, recorded: Recording) -> None:
     """Calibrate or load, measure the error of every layer, and report."""
     net, quantized = asked.net, asked.quantized
-    if quantized is not None and (asked.config or asked.asym or asked.device):
-        raise typer.BadParameter(
-            "a saved model has its config: leave --config, --asym and --device out", param_hint="--quantized"
-        )
+    has_config = quantized is not None and (asked.config or asked.asym or asked.device)
+    refuse({"a saved model has its config: leave --config, --asym and --device out": has_config}, "--quantized")
     qconfig = None
     if quantized is None:
         qconfig = read_config(asked.config or "onnxruntime", asked.device, model=net.model)
@@ -52,10 +50,11 @@ def profile(asked: ProfileOptions, out: Output, recorded: Recording) -> None:
     test = load_gain_data(asked, subject.model, first_batch)
     errors = qmodel.profile(subject.data, sync=asked.sync, histograms=bool(recorded))
     found_gains = None if test is None else measure_gains(asked, qmodel, test)
-    errors = replace(errors, gains=found_gains)
     if recorded:
-        output = OutputError(sqnr, first_batch.num_samples)
-        recorded.write(_record(net.model, subject, qmodel, output, errors, recorded))
+        words, output = subject.data.description, OutputError(sqnr, first_batch.num_samples)
+        errors = replace(errors, gains=found_gains, data=words)
+        made = record_of(qmodel, output, errors, name=net.model, run=recorded.run, warnings=recorded.warnings)
+        recorded.write(made.replace(calibration=made.calibration and replace(made.calibration, data=words)))
     found = list(errors.layers)
     wanted = asked.top if asked.top is not None else (0 if asked.said.json else NUM_ROWS)
     shown = found[:wanted] if wanted else found
@@ -72,8 +71,11 @@ def profile(asked: ProfileOptions, out: Output, recorded: Recording) -> None:
     }
     title = _title(formats(qmodel.config), asked.sync, sqnr, references)
     rest = [f"... and {len(found) - len(shown)} better ones (--top 0 shows all)"] if len(shown) < len(found) else []
-    scores = () if found_gains is None or test is None else (gains_title(found_gains, test), gains_table(found_gains))
-    out.result(record, title, error_table(shown, qmodel.coverage), *rest, *scores)
+    gains: list[Any] = []
+    if found_gains is not None and test is not None:
+        where = f"; {test.description}" if found_gains.num_samples else ""
+        gains = [f"{found_gains.title}{where}. Below, one layer in float at a time:", gains_table(found_gains)]
+    out.result(record, title, error_table(shown, qmodel.coverage), *rest, *gains)
     if found_gains is None:
         out.next_steps("repeat with --gains 5 --test-data SOURCE   # the accuracy that the worst layers cost")
 
@@ -102,16 +104,6 @@ def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantM
     return qmodel, first_batch, reference
 
 
-def _record(
-    name: str, subject: Subject, qmodel: QuantModel, output: OutputError, errors: ErrorProfile, to: Recording
-) -> RunRecord:
-    """The facts of the model, and its errors."""
-    words = subject.data.description
-    found = replace(errors, data=words)
-    made = record(qmodel, output, found, name=name, run=to.run, warnings=to.warnings)
-    return made.replace(calibration=made.calibration and replace(made.calibration, data=words))
-
-
 def as_record(error: LayerError) -> dict[str, object]:
     """The values of one layer for `--json`."""
     return {"layer": error.layer, "mse": error.error, "sqnr_db": error.sqnr_db}
@@ -125,11 +117,8 @@ def error_table(errors: list[LayerError], coverage: Coverage) -> Table:
     for error in errors:
         name = error.layer
         # A layer quantizes its inputs; a site between layers (`conv.output`) has a separate row.
-        own = [
-            dtype
-            for site, dtype in dtypes.items()
-            if site == name or site.startswith((f"{name}.input", f"{name}.shared"))
-        ]
+        ours = (f"{name}.input", f"{name}.shared")
+        own = [dtype for site, dtype in dtypes.items() if site == name or site.startswith(ours)]
         bar = Text("█" * max(1, round(16 * _noise(error.sqnr_db) / most)) if most else "", style=_colour(error.sqnr_db))
         activation = ", ".join(dict.fromkeys(own)) or "-"
         cells = name, dtypes.get(f"{name}.weight", "-"), activation, f"{error.error:.3g}", decibel(error.sqnr_db)
@@ -160,8 +149,8 @@ def load_gain_data(asked: ProfileOptions, model: nn.Module, first_batch: FirstBa
     """The data, with labels if the metric needs them; None if no gains are measured."""
     scored = asked.scored
     if asked.gains is None:
-        if given := typed(scored):
-            raise typer.BadParameter(f"{', '.join(given)}: say for how many layers, as --gains 5")
+        given = ", ".join(typed(scored))
+        refuse({f"{given}: say for how many layers, as --gains 5": given})
         return None
     wanted = replace(asked.how, num_samples=scored.test_samples or NUM_TEST_SAMPLES)
     named = scored.test_data or asked.data
@@ -184,11 +173,6 @@ def measure_gains(asked: ProfileOptions, qmodel: QuantModel, data: Data) -> Accu
 
         metric.__name__ = str(asked.scored.metric)
     return qmodel.accuracy_gains(data, metric, num_layers=asked.gains or 0)
-
-
-def gains_title(gains: AccuracyGains, data: Data) -> str:
-    where = f"; {data.description}" if gains.num_samples else ""
-    return f"{gains.title}{where}. Below, one layer in float at a time:"
 
 
 def gains_table(gains: AccuracyGains) -> Table:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import typer
-
 from sparsebit.cli.inputs.calibrated_model import load_subject
 from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.first_batch import FirstBatch
 from sparsebit.cli.inputs.loading import load_net, resolve, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import retyped
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.output import Output, decibel, facts_table
 from sparsebit.cli.outputs.output_names import check_folder_name
 from sparsebit.cli.outputs.recording import Recording
@@ -49,9 +48,9 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
     save(small, output)
     models = {"dense": (net, "cpu"), "pruned": (small, sconfig.DEVICE)}
     accuracy = None if test is None else test.run(models, calibrated=True)
-    latency = None if chosen is None else chosen.latency
+    latency = chosen and chosen.latency
     time = measured_time(net, small, smodel.example_batch)
-    notes = _notes(smodel)
+    notes = [] if sconfig.SPARSER.is_of_blocks else list(smodel.groups.notes)  # the limits of the proof of the channels
     record = {
         "model": name,
         "weights": weights_source(asked.net.model, asked.net.weights),
@@ -59,12 +58,12 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
         "before": sizes[0].to_dict(),
         "after": sizes[1].to_dict(),
         **_removed(smodel),
-        "ratios": None if chosen is None else dict(chosen.ratios),
+        "ratios": chosen and dict(chosen.ratios),
         "round_to": (round_to or 1) if chosen is None else chosen.round_to,
-        "latency": None if latency is None else asdict(latency),
+        "latency": latency and asdict(latency),
         "time": time.to_dict(),
         "notes": notes,
-        "accuracy": None if accuracy is None else accuracy.to_dict(),
+        "accuracy": accuracy and accuracy.to_dict(),
         "output_sqnr_db": {"pruned": pruned_sqnr, "reconstructed": None if asked.no_reconstruct else sqnr},
     }
     facts = {
@@ -74,7 +73,7 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
         "removed": _removed_words(smodel),
         **{f"note {number}": note for number, note in enumerate(notes, 1)},
         "output": "" if sqnr is None else f"SQNR {decibel(sqnr)} against the dense model (first batch)",
-        "accuracy": "" if accuracy is None else str(accuracy),
+        "accuracy": str(accuracy or ""),
         "saved": str(output),
     }
     out.result(record, details=[facts_table(facts)])
@@ -113,12 +112,14 @@ def _masked(
 
 def _check(asked: PruneOptions, limits: dict[str, float]) -> None:
     """Raise before the work for options that cannot be used together, or without data."""
-    if asked.ratio is not None and limits:
-        raise typer.BadParameter("give --ratio, or --budget, which chooses the ratios")
-    if asked.ratio is None and not limits and asked.config is None:
-        raise typer.BadParameter("how much should be removed? give --ratio 0.3, --budget macs=0.7, or a --config")
-    if asked.data is None and limits:
-        raise typer.BadParameter("missing: the ratios under a budget are chosen on data", param_hint="--data")
+    is_open = asked.ratio is None and not limits and asked.config is None
+    refuse(
+        {
+            "give --ratio, or --budget, which chooses the ratios": asked.ratio is not None and limits,
+            "how much should be removed? give --ratio 0.3, --budget macs=0.7, or a --config": is_open,
+        }
+    )
+    refuse({"missing: the ratios under a budget are chosen on data": asked.data is None and limits}, "--data")
     if asked.data is None and asked.scored.test_data is None:
         asked.how.refuse_without_data()
 
@@ -128,14 +129,7 @@ def _widths(round_to: int, *, was_given: bool) -> str:
     coarser = {16: "", 8: "16", 1: "16 or 8"}.get(round_to, "")
     why = f": with multiples of {coarser} the budget is missed, or much of it unused" if coarser else ""
     widths = "widths of any number" if round_to == 1 else f"widths stay multiples of {round_to} where they were"
-    if was_given:
-        return widths
-    return widths + ("" if round_to == 1 else ", which kernels like") + why
-
-
-def _notes(smodel: SparseModel) -> list[str]:
-    """The limits of the proof of the channels."""
-    return [] if smodel.config.SPARSER.is_of_blocks else list(smodel.groups.notes)
+    return widths if was_given else widths + ("" if round_to == 1 else ", which kernels like") + why
 
 
 def _removed(smodel: SparseModel) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
 from sparsebit.cli.inputs.accuracy import Accuracy, Scores
 from sparsebit.cli.inputs.calibrated_model import (
     Calibrated,
@@ -23,6 +21,7 @@ from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.loading import load_net, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import TrainedModel, retyped
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, export, scored_file
 from sparsebit.cli.outputs.output import Output, decibel, facts_table, kilobytes
 from sparsebit.cli.outputs.output_files import checked_target
@@ -65,23 +64,20 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
         if asked.placed.save_placement is not None:
             done.qmodel.placement.save(asked.placed.save_placement)
         sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
-    weight = weight_size(done.qmodel)
+    weight, exported = weight_size(done.qmodel), None
     if folder is not None:  # first: it is of use even if the file then fails
         done.qmodel.save(folder)
-    exported = None
     if file is not None and subject is not None:
         out.remark(f"writing {where.file}" + ("" if written.no_check else " and comparing it with the simulation"))
         exported = export(subject, done.qmodel, file, written, weight.float_bytes)
         for warning in exported.warnings(placement=asked.placed.placement):
             out.warn(warning)
-    accuracy = None
-    if test is not None:
-        models = {"float": (model, "cpu"), "simulation": (done.qmodel, qconfig.DEVICE)}
-        in_file = {} if exported is None or written.no_check else scored_file(exported.file, model)
-        accuracy = test.run({**models, **in_file}, calibrated=True)
-    if recorded:
-        recorded.write(_record(net.model, subject, done, sqnr, exported, recorded))
+    models = {"float": (model, "cpu"), "simulation": (done.qmodel, qconfig.DEVICE)}
+    in_file = {} if test is None or exported is None or written.no_check else scored_file(exported.file, model)
+    accuracy = None if test is None else test.run({**models, **in_file}, calibrated=True)
     made = _Made(subject, done, sqnr, weight, exported, accuracy)
+    if recorded:
+        recorded.write(made.recorded(net.model, recorded))
     record = {**made.to_dict(asked.net, where, qconfig), **recorded.values()}
     out.result(record, details=[facts_table(made.facts(where, qconfig))])
     out.next_steps(*_next_steps(asked, where))
@@ -102,34 +98,59 @@ class _Made(NamedTuple):
         return {
             "model": net.model,
             "weights": weights_source(net.model, net.weights),
-            "output": None if where.folder is None else str(where.folder),
-            "onnx": None if self.exported is None else self.exported.to_dict(),
+            "output": where.folder and str(where.folder),
+            "onnx": self.exported and self.exported.to_dict(),
             "backend": qconfig.BACKEND,
             "num_samples": self.done.num_samples,
             "seconds": self.done.seconds,
             "output_sqnr_db": self.sqnr,
-            "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
+            "accuracy": self.accuracy and self.accuracy.to_dict(),
             "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
             "coverage": self.done.qmodel.coverage.to_dict(),
-            "placement": None if placement is None else to_plain(placement, PlacementProfile),
+            "placement": placement and to_plain(placement, PlacementProfile),
         }
 
     def facts(self, where: Outputs, qconfig: QuantConfig) -> dict[str, str]:
-        coverage, placement, weight = self.done.qmodel.coverage, self.done.qmodel.placement, self.weight
+        coverage, placement, weight, subject = (
+            self.done.qmodel.coverage,
+            self.done.qmodel.placement,
+            self.weight,
+            self.subject,
+        )
         num_quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
-        before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
+        before, after, took = (
+            kilobytes(weight.float_bytes),
+            kilobytes(weight.quantized_bytes),
+            f"{self.done.seconds:.1f} s",
+        )
+        output = ""
+        if subject is not None and self.sqnr is not None:
+            first = subject.first_batch.num_samples
+            output = f"SQNR {decibel(self.sqnr)} against float, on the first {first} samples"
         return {
             "quantized": f"{num_quantized}, {formats(qconfig)}",
-            **_measured(self.subject, self.done, self.sqnr),
-            "accuracy": "" if self.accuracy is None else str(self.accuracy),
-            "placement": "" if placement is None else str(placement),
+            "calibrated": f"{self.done.num_samples} samples in {took}" if output else f"without data, in {took}",
+            "output": output,
+            "accuracy": str(self.accuracy or ""),
+            "placement": str(placement or ""),
             "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
             "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
             "in float": "\n".join(coverage.sizeable_floats()),
             **_left_out(coverage),
-            "saved": "" if where.folder is None else str(where.folder),
+            "saved": str(where.folder or ""),
             **({} if self.exported is None else self.exported.facts()),
         }
+
+    def recorded(self, name: str, to: Recording) -> RunRecord:
+        """All known facts of the model at the end."""
+        subject, exported, output = self.subject, self.exported, None
+        if subject is not None and self.sqnr is not None:
+            output = OutputError(self.sqnr, subject.first_batch.num_samples)
+        words = None if subject is None else subject.data.description
+        found, file = ([], None) if exported is None else (exported.results(words), exported.file)
+        made = record(self.done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
+        assert made.calibration is not None
+        return made.replace(calibration=replace(made.calibration, data=words), file=exported and exported.file_facts())
 
 
 def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
@@ -139,20 +160,6 @@ def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
         words = [retyped(asked.net), f"--quantized {where.folder} -d {asked.data}", retyped(asked.how)]
         steps.append(f"sparsebit profile {' '.join(filter(None, words))}   # which layers lose most")
     return steps
-
-
-def _record(
-    name: str, subject: Subject | None, done: Calibrated, sqnr: float | None, exported: Exported | None, to: Recording
-) -> RunRecord:
-    """All known facts of the model at the end."""
-    words = None if subject is None else subject.data.description
-    found = [] if exported is None else exported.results(words)
-    output = None if subject is None or sqnr is None else OutputError(sqnr, subject.first_batch.num_samples)
-    file = None if exported is None else exported.file
-    made = record(done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
-    assert made.calibration is not None
-    facts = None if exported is None else exported.file_facts()
-    return made.replace(calibration=replace(made.calibration, data=words), file=facts)
 
 
 class Outputs(NamedTuple):
@@ -166,11 +173,8 @@ def read_outputs(paths: list[Path]) -> Outputs:
     """At most one folder and one file, distinguished by the ending."""
     files = [path for path in paths if path.name.lower().endswith(".onnx")]
     folders = [path for path in paths if path not in files]
-    if len(files) > 1 or len(folders) > 1:
-        given = ", ".join(map(str, paths))
-        raise typer.BadParameter(
-            f"{given}: give one folder, one file that ends in .onnx, or both", param_hint="--output"
-        )
+    given, is_wrong = ", ".join(map(str, paths)), len(files) > 1 or len(folders) > 1
+    refuse({f"{given}: give one folder, one file that ends in .onnx, or both": is_wrong}, "--output")
     for folder in folders:
         check_folder_name(folder, instead=", or a name that ends in .onnx for a file")
     return Outputs(next(iter(folders), None), next(iter(files), None))
@@ -178,17 +182,19 @@ def read_outputs(paths: list[Path]) -> Outputs:
 
 def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
     """Raise before the work for options that cannot be used together, or without data."""
-    written = asked.written
-    if written.no_check and written.limits:
-        raise typer.BadParameter(f"{', '.join(written.limits.given())}: --no-check compares nothing")
-    if where.file is None and written.given():
-        raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
+    written, resume = asked.written, asked.resume
+    of_file, limits = ", ".join(written.given()), ", ".join(written.limits.given())
+    has_steps = asked.effort is not None or config.ALGORITHMS
+    refuse(
+        {
+            f"{limits}: --no-check compares nothing": written.no_check and limits,
+            f"{of_file} need an --output that ends in .onnx": where.file is None and of_file,
+        }
+    )
     asked.placed.check(has_data=asked.data is not None)
-    if asked.resume is not None and asked.effort is None and not config.ALGORITHMS:
-        raise typer.BadParameter(
-            f"--resume {asked.resume}: it keeps what ALGORITHMS have finished, and the config names none; name some, "
-            "or give --effort good or best"
-        )
+    refuse(
+        {f"--resume {resume}: name ALGORITHMS in the config, or give --effort good or best": resume and not has_steps}
+    )
     if asked.data is not None:
         return
     steps = ", ".join(step.name for step in config.ALGORITHMS or ())
@@ -199,20 +205,9 @@ def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
         "--asym calibrates on data": asked.asym,
         f"{steps} work on data": steps,
     }
-    for reason, is_needed in needed.items():
-        if is_needed:
-            raise typer.BadParameter(f"missing: {reason}", param_hint="--data")
+    refuse({f"missing: {reason}": is_needed for reason, is_needed in needed.items()}, "--data")
     if asked.scored.test_data is None:
         asked.how.refuse_without_data()
-
-
-def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> dict[str, str]:
-    if subject is None or sqnr is None:
-        return {"calibrated": f"without data, in {done.seconds:.1f} s"}
-    return {
-        "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
-        "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.first_batch.num_samples} samples",
-    }
 
 
 def _left_out(coverage: Coverage) -> dict[str, str]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.inputs.calibrated_model import calibrated, formats, load_subject, read_config
 from sparsebit.cli.option_groups import retyped
+from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.output import Output
 from sparsebit.cli.outputs.output_files import need_own_text, replace_text
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import SearchOptions
-from sparsebit.quantization import QuantModel
-from sparsebit.quantization.mixed_precision.latency import LatencySearch, search_latency
+from sparsebit.quantization.mixed_precision.latency import search_latency
 from sparsebit.quantization.mixed_precision.search import search_bits
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
 
@@ -24,8 +21,7 @@ from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
 def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
     """Calibrate, search, and write the config or the placements."""
     budgets, latency, output, name = read_budgets(asked.budget or []), asked.latency, asked.output, asked.net.model
-    if not budgets and not latency:
-        raise typer.BadParameter("give a --budget, as bytes=0.5, or a --latency, as 0.6", param_hint="--budget")
+    refuse({"give a --budget, as bytes=0.5, or a --latency, as 0.6": not budgets and not latency}, "--budget")
     if latency:
         check_latency(asked, budgets)
     for file in files_of(output, latency or []):
@@ -37,8 +33,10 @@ def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
     plain = qconfig.replace("ALGORITHMS", []) if steps else qconfig
     qmodel = calibrated(subject, plain).qmodel
     batches = list(subject.data)
+    method: Any = asked.method
     if latency:
-        searches = fit_latency(qmodel, batches, latency, budgets.get("bytes"), asked.method)
+        scores = sensitivity(qmodel, batches, method=method, weight_bits=(), activation_bits=())
+        searches = search_latency(qmodel, batches, latency, max_bytes=budgets.get("bytes"), scores=scores)
         files = files_of(output, [one.limit for one in searches])
         for file, one in zip(files, searches, strict=True):
             replace_text(file, one.profile.to_json())
@@ -51,7 +49,7 @@ def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
         *(qmodel, batches, budgets),
         weight_bits=options.read_bits(asked.candidate_bits or "2,3,4,6,8"),
         activation_bits=() if asked.activation_bits is None else options.read_bits(asked.activation_bits),
-        method=asked.method,  # type: ignore[arg-type]
+        method=method,
     )
     chosen = found.config.replace("ALGORITHMS", steps) if steps else found.config
     replace_text(output, chosen.to_yaml())
@@ -66,25 +64,17 @@ def _again(asked: SearchOptions) -> str:
 
 def check_latency(asked: SearchOptions, budgets: dict[str, float]) -> None:
     """Raise, before the work, for a latency that cannot be searched, and for options that exclude it."""
-    if any(not limit > 0 for limit in asked.latency or ()):
-        raise typer.BadParameter("a share of the float file's time, above 0, as 0.6", param_hint="--latency")
-    if others := [name for name in budgets if name != "bytes"]:
-        raise typer.BadParameter(
-            f"{', '.join(others)}: cannot be combined with --latency, where layers are float or have 8 bits; "
-            "--budget bytes=SHARE (of the float weights) can",
-            param_hint="--budget",
-        )
-    if asked.output.suffix != ".json":
-        raise typer.BadParameter(
-            f"{asked.output}: --latency writes a placement; name a .json file", param_hint="--output"
-        )
+    is_wrong, others = (
+        any(not limit > 0 for limit in asked.latency or ()),
+        [name for name in budgets if name != "bytes"],
+    )
+    refuse({"a share of the float file's time, above 0, as 0.6": is_wrong}, "--latency")
+    why = "cannot be combined with --latency, where layers are float or have the bits of the config"
+    refuse({f"{', '.join(others)}: {why}; --budget bytes=SHARE (of the float weights) can": others}, "--budget")
+    is_other = asked.output.suffix != ".json"
+    refuse({f"{asked.output}: --latency writes a placement; name a .json file": is_other}, "--output")
     for name, bits in {"--candidate-bits": asked.candidate_bits, "--activation-bits": asked.activation_bits}.items():
-        if bits is not None:
-            raise typer.BadParameter(
-                f"{bits}: cannot be combined with --latency, where each layer has the bits of its config or is float: "
-                "runtimes have no faster kernels for fewer bits. Leave it out, or search with --budget",
-                param_hint=name,
-            )
+        refuse({f"{bits}: {why}; leave it out, or search with --budget": bits is not None}, name)
 
 
 def files_of(output: Path, limits: list[float]) -> list[Path]:
@@ -92,25 +82,14 @@ def files_of(output: Path, limits: list[float]) -> list[Path]:
     return [output] if len(limits) < 2 else [output.with_stem(f"{output.stem}-{limit:g}") for limit in limits]
 
 
-def fit_latency(
-    qmodel: QuantModel, batches: list[Any], limits: list[float], max_bytes: float | None, method: str
-) -> Sequence[LatencySearch]:
-    """A placement for each limit."""
-    scores = sensitivity(qmodel, batches, method=method, weight_bits=(), activation_bits=())  # type: ignore[arg-type]
-    return search_latency(qmodel, batches, limits, max_bytes=max_bytes, scores=scores)
-
-
 def read_budgets(texts: list[str]) -> dict[str, float]:
     """`bytes=0.5` and the like."""
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if name.strip() in found:
-            raise typer.BadParameter(f"{name.strip()} is given twice; give one limit", param_hint="--budget")
+        refuse({f"{name.strip()} is given twice; give one limit": name.strip() in found}, "--budget")
         try:
             found[name.strip()] = float(number)
         except ValueError:
-            raise typer.BadParameter(
-                f"{text!r}: write NAME=NUMBER, as bytes=0.5 or weight_bits=4", param_hint="--budget"
-            ) from None
+            refuse({f"{text!r}: write NAME=NUMBER, as bytes=0.5 or weight_bits=4": True}, "--budget")
     return found

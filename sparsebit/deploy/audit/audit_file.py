@@ -18,15 +18,16 @@ from typing import Any
 from sparsebit.deploy.audit import onnxruntime_graph as audit_onnxruntime
 from sparsebit.deploy.audit import openvino_graph as audit_openvino
 from sparsebit.deploy.audit.fusion_reasons import reason_for
+from sparsebit.deploy.audit.onnxruntime_graph import Execution
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, kind, label
 from sparsebit.deploy.onnx_graph.model_file import num_bytes
-from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, Graph, load_model
+from sparsebit.deploy.onnx_graph.packages import onnx
+from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_kernels import Execution
-from sparsebit.deploy.sessions.runtime_sessions import RUNTIMES, Session, open_session, runtime_version
+from sparsebit.deploy.sessions.runtime_sessions import Session, check_runtime, open_session, runtime_version
 from sparsebit.deploy.sessions.timing import interleaved
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Audit, Latency, LayerRun
@@ -38,7 +39,6 @@ _KEEP_FLOAT = (
     "session with session.disable_quant_qdq=1, which runs everything in float"
 )
 _MOVING = MOVES | {"Concat", "Gather", "MaxPool", "Pad", "Resize", "Slice", "Split"}
-_TWO_GIGABYTES = 2**31 - 2**20
 _SATURATION = (
     "this CPU has no VNNI: sums of uint8 x int8 products may clip at 16 bits, which costs accuracy; compare the file's "
     "accuracy here with the simulation's, or deploy where there is VNNI"
@@ -63,8 +63,7 @@ def audit(
     `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
     `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing.
     """
-    if runtime not in RUNTIMES:
-        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+    check_runtime(runtime)
     path = Path(file)
     model = load_model(path)
     graph = Graph(_with_types(model))
@@ -133,18 +132,13 @@ def _latency(
     session: Session, other: Session, arrays: dict[str, Any], repeats: int | None, budget_s: float
 ) -> dict[str, Latency]:
     quantized = {name: arrays[name].astype(kind, copy=False) for name, kind in session.input_types.items()}
-    if set(other.inputs) == set(session.inputs):
-        pairs = [(name, name) for name in other.inputs]
-    elif len(other.inputs) == len(session.inputs):
-        pairs = list(zip(other.inputs, session.inputs, strict=True))
-    else:
+    if len(other.inputs) != len(session.inputs):
         raise DeploymentError(f"the float file takes {', '.join(other.inputs)}; this one {', '.join(session.inputs)}")
+    have_same_names = set(other.inputs) == set(session.inputs)
+    pairs = zip(other.inputs, other.inputs if have_same_names else session.inputs, strict=True)
     plain = {theirs: arrays[ours].astype(other.input_types[theirs], copy=False) for theirs, ours in pairs}
-    return interleaved(
-        {"float": lambda: other.run(plain), "quantized": lambda: session.run(quantized)},
-        budget_s=budget_s,
-        num_rounds=repeats,
-    )
+    runs = {"float": lambda: other.run(plain), "quantized": lambda: session.run(quantized)}
+    return interleaved(runs, budget_s=budget_s, num_rounds=repeats)
 
 
 @contextlib.contextmanager
@@ -172,9 +166,7 @@ def _named(path: Path, graph: Graph) -> Iterator[Path]:
 
 
 def _saved(model: Any, path: Path) -> Path:
-    import onnx
-
-    large = model.ByteSize() > _TWO_GIGABYTES
+    large = model.ByteSize() > TWO_GIGABYTES
     onnx.save(model, path, save_as_external_data=large, location="weights.data" if large else None)
     return path
 
@@ -187,16 +179,14 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Itera
     if is_arm() and multiplies:
         yield "this is an ARM processor: what is fused and how fast it is differs from x86; audit where you deploy"
     if rounded := [layer.name for layer in layers if layer.rounds_weight]:
-        yield (
-            f"the runtime rounds the float weights of {_some(rounded)} to int8 by itself, with one scale for all "
-            f"channels: {_KEEP_FLOAT}"
-        )
+        names = _some(rounded)
+        yield f"the runtime rounds the float weights of {names} to int8, with one scale for all channels: {_KEEP_FLOAT}"
     if changed := [layer.name for layer in layers if _is_rounded_against_the_plan(layer, runtime)]:
         compare = ", or open the session with session.disable_quant_qdq=1 to compare the two"
         yield (
-            f"{_some(changed)} {'is' if len(changed) == 1 else 'are'} meant to be computed in float, as the export "
-            "noted in the file, but the runtime computes in integers; a file of an older release, or one that was "
-            f"changed after its export: export it again{compare if runtime == 'onnxruntime' else ''}"
+            f"{_some(changed)} {'is' if len(changed) == 1 else 'are'} meant to be computed in float, as the file notes,"
+            " but the runtime computes in integers; the file is of an older release, or was changed after "
+            f"its export: export it again{compare if runtime == 'onnxruntime' else ''}"
         )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
         yield "layers inside If, Loop and Scan are not looked into"
@@ -219,11 +209,7 @@ def _some(names: list[str]) -> str:
 
 def _with_types(model: Any) -> Any:
     """The model with its values' types added, if ONNX can infer them."""
-    import onnx
-
-    if model.ByteSize() > _TWO_GIGABYTES:
-        return model
     try:
-        return onnx.shape_inference.infer_shapes(model)
+        return onnx.shape_inference.infer_shapes(model) if model.ByteSize() <= TWO_GIGABYTES else model
     except Exception:  # a runtime's own operators: keep the types in the file
         return model

@@ -43,13 +43,9 @@ class Stopwatch:
         gc.collect()
         sessions = {name: self._session(name, file) for name, file in files.items()}
         runs = {name: partial(session.run, _feeds(session, self.samples[0])) for name, session in sessions.items()}
-        found = interleaved(runs, budget_s=budget_s)
-        timed = {}
-        for name, latency in found.items():
-            by_cpu = self.num_threads == 1
-            low, high = latency.cpu_quartiles_ms if by_cpu else latency.wall_quartiles_ms
-            middle = latency.cpu_ms if by_cpu else latency.wall_ms
-            ratio = latency.cpu_ratio if by_cpu else latency.wall_ratio
+        timed, clock = {}, "cpu" if self.num_threads == 1 else "wall"
+        for name, latency in interleaved(runs, budget_s=budget_s).items():
+            ratio, middle, (low, high) = (getattr(latency, f"{clock}_{of}") for of in ("ratio", "ms", "quartiles_ms"))
             timed[name] = Timed(ratio, (high - low) / 2 / middle if middle else 0.0, middle)
         return timed
 
@@ -79,7 +75,5 @@ class Stopwatch:
 
 
 def _feeds(session: Session, sample: Sequence[Any]) -> dict[str, Any]:
-    return {
-        name: array.astype(session.input_types[name], copy=False)
-        for name, array in zip(session.inputs, sample, strict=True)
-    }
+    pairs = zip(session.inputs, sample, strict=True)
+    return {name: array.astype(session.input_types[name], copy=False) for name, array in pairs}

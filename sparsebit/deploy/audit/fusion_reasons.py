@@ -16,7 +16,6 @@ from sparsebit.deploy.sessions.cpu import is_arm
 
 _ORT, _OPENVINO = "onnxruntime", "openvino"
 _BYTES = frozenset({"int8", "uint8"})
-_SIGNED_LOWEST = {"int8": -128, "uint8": 0}
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "attention"})  # of the op table
 
@@ -72,22 +71,18 @@ def reason_for(site: FusionSite, runtime: str) -> Reason:
         if runtime not in row.runtimes or not (has_kernel or row.on_purpose):
             continue
         if found := row.applies(site):
-            detail = found if isinstance(found, str) else ""
-            return Reason(row.cause, _advice(row.remedy, site, runtime), detail, row.on_purpose)
+            remedy = row.remedy
+            if site.graph.backend == runtime:  # no advice to export for it
+                for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
+                    remedy = remedy.replace(words, "")
+            return Reason(
+                row.cause, remedy.format(runtime=runtime), found if isinstance(found, str) else "", row.on_purpose
+            )
     if not has_kernel:
         remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
         return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
-    return Reason(
-        "the runtime left it so, for none of the known reasons", "compare its surroundings with those of a fused layer"
-    )
-
-
-def _advice(remedy: str, site: FusionSite, runtime: str) -> str:
-    """The remedy, without the advice to export for this runtime if the file was exported for it."""
-    if site.graph.backend == runtime:
-        for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
-            remedy = remedy.replace(words, "")
-    return remedy.format(runtime=runtime)
+    compare = "compare its surroundings with those of a fused layer"
+    return Reason("the runtime left it so, for none of the known reasons", compare)
 
 
 def _product_by_design(site: FusionSite) -> bool:
@@ -178,14 +173,16 @@ def _read_by(*ops: str) -> Callable[[FusionSite], str]:
 
 def _unabsorbed(site: FusionSite) -> str:
     """Relu and Clip only disappear if the integers cannot leave their range anyway."""
-    if site.activation is None or not site.quantizers:
+    found = site.quantizers[0] if site.activation is not None and site.quantizers else None
+    if found is None or not found.per_tensor or found.dtype not in _BYTES:
         return ""
-    found = site.quantizers[0]
     low, high = _limits(site)
-    bottom, top = _range_of(found)
-    if bottom is None or top is None or (bottom >= low - 1e-6 and top <= high + 1e-6 * abs(high)):
+    zero = 0 if found.zero_point is None else int(found.zero_point.ravel()[0])
+    first, scale = (-128 if found.dtype == "int8" else 0) - zero, float(found.scale.ravel()[0])
+    bottom, top = first * scale, (first + 255) * scale
+    if bottom >= low - 1e-6 and top <= high + 1e-6 * abs(high):
         return ""
-    words = f"{found.dtype} with zero point {int(found.zero_point or 0)} spans {bottom:.3g} to {top:.3g}"
+    words = f"{found.dtype} with zero point {zero} spans {bottom:.3g} to {top:.3g}"
     return f"{site.activation.op_type} {label(site.activation)}: {words}"
 
 
@@ -195,14 +192,6 @@ def _limits(site: FusionSite) -> tuple[float, float]:
     names = [*site.activation.input[1:], "", ""][:2]
     low, high = (site.graph.constant(name) if name else None for name in names)
     return (float("-inf") if low is None else float(low), float("inf") if high is None else float(high))
-
-
-def _range_of(found: Quantization) -> tuple[float | None, float | None]:
-    if not found.per_tensor or found.dtype not in _SIGNED_LOWEST:
-        return None, None
-    low, scale = _SIGNED_LOWEST[found.dtype], float(found.scale.ravel()[0])
-    zero = 0 if found.zero_point is None else int(found.zero_point.ravel()[0])
-    return (low - zero) * scale, (low + 255 - zero) * scale
 
 
 def _type_change(site: FusionSite) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
+from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_kernels import Execution, Kernel
 from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
 from sparsebit.records.audit import Arithmetic
 
@@ -40,12 +41,30 @@ _BYTES = ("int8", "uint8")
 _ANY_TYPE = frozenset({"NhwcMaxPool", "MaxPool", "Concat", "Resize", *MOVES})
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """The runtime's kernel for a layer: the name of its own op, and its arithmetic.
+
+    `rounds_weight`: the weight is float in the file, and the runtime itself rounds it to integers.
+    """
+
+    op: str
+    arithmetic: Arithmetic
+    rounds_weight: bool = False
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A runtime's own graph: the kernel of each layer, and the remaining conversions between them."""
+
+    kernels: dict[str, Kernel]
+    leftovers: dict[str, int]
+
+
 def executed(
     file: Path, graph: Graph, *, num_threads: int = 1, options: Mapping[str, str] | None = None
 ) -> tuple[Execution, Session]:
     """The kernels of `graph`'s layers (the graph of `file`) as ONNX Runtime runs them here, and the open session."""
-    import onnx
-
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "optimized.onnx"
         session = open_session(file, "onnxruntime", num_threads=num_threads, optimized_file=target, options=options)
@@ -58,9 +77,10 @@ def executed(
             kernels[label(node)] = Kernel("", "unknown")
             continue
         arithmetic = arithmetic_of(optimized, found)
-        rounds = FusionSite(graph, node).has_float_weight and (
-            arithmetic != "float" or _has_rounded_weight(optimized, found)
+        is_rounded = arithmetic != "float" or (
+            len(found.input) > 1 and optimized.dequantized(found.input[1]) is not None
         )
+        rounds = FusionSite(graph, node).has_float_weight and is_rounded
         kernels[label(node)] = Kernel(found.op_type, arithmetic, rounds)
     left = Counter(node.op_type for node in optimized.nodes if node.op_type in _CONVERSIONS)
     return Execution(kernels, dict(left)), session
@@ -73,10 +93,6 @@ def arithmetic_of(optimized: Graph, node: Any) -> Arithmetic:
     if node.op_type.startswith("QLinear") or node.op_type in _INTEGER:
         return "integer"
     return "integer" if node.input and _is_byte(optimized, node.input[0]) else "float"
-
-
-def _has_rounded_weight(optimized: Graph, node: Any) -> bool:
-    return len(node.input) > 1 and optimized.dequantized(node.input[1]) is not None
 
 
 def _is_byte(optimized: Graph, name: str) -> bool:
@@ -100,24 +116,19 @@ class Finder:
         self._renamed = [node for node in optimized.nodes if node.name and node.name not in original]
 
     def find(self, node: Any) -> Any:
-        for candidate in self._candidates(node):
-            if _may_be(node, candidate):
-                return candidate
-        return None
+        return next((candidate for candidate in self._candidates(node) if _may_be(node, candidate)), None)
 
     def _candidates(self, node: Any) -> Iterator[Any]:
-        if node.name and node.name in self._by_name:
-            yield self._by_name[node.name]
-        if node.name:
-            starts = (f"{node.name}_token_", f"{node.name}/")
-            for other in self._renamed:
-                if other.name == f"fused {node.name}" or other.name.startswith(starts):
-                    yield other
-        blocked = tuple(f"{value}_nchwc" for value in self._ends(node.output[0]))
-        for other in self._renamed:
-            if other.name.startswith(blocked):
+        name, ends = node.name, list(self._ends(node.output[0]))
+        if name and name in self._by_name:
+            yield self._by_name[name]
+        starts = (f"{name}_token_", f"{name}/")
+        for other in self._renamed if name else ():
+            if other.name == f"fused {name}" or other.name.startswith(starts):
                 yield other
-        for value in self._ends(node.output[0]):
+        blocked = tuple(f"{value}_nchwc" for value in ends)
+        yield from (other for other in self._renamed if other.name.startswith(blocked))
+        for value in ends:
             yield from self._makers(value)
         if is_heavy(node.op_type):
             for name in node.input[1:4]:

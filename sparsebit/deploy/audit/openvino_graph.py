@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sparsebit.deploy.audit.onnxruntime_graph import Execution, Kernel
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_kernels import Execution, Kernel
 from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
 from sparsebit.records.audit import Arithmetic
 
@@ -90,25 +90,22 @@ def _names(node: Any) -> Iterator[str]:
 
 def _arithmetic(op: ExecutedOp) -> Arithmetic:
     """A heavy kernel has the arithmetic in its name; a light one computes in the type of its first input."""
-    integer = op.primitive.lower().endswith(("_i8", "_u8"))
-    if op.heavy:
-        if integer:
-            return "integer"
-        low_weight = op.layer_type == "FullyConnected" and any(kind in _LOW_BITS for kind in op.input_types[1:2])
-        return "weight-only" if low_weight else "float"
-    return "integer" if integer or op.precision in _BYTES else "float"
+    if op.primitive.lower().endswith(("_i8", "_u8")) or (not op.heavy and op.precision in _BYTES):
+        return "integer"
+    low_weight = op.layer_type == "FullyConnected" and any(kind in _LOW_BITS for kind in op.input_types[1:2])
+    return "weight-only" if low_weight else "float"
 
 
 def _leftovers(ops: list[ExecutedOp], graph: Graph) -> dict[str, int]:
     """Ops that only quantize, dequantize or reorder."""
-    pairs = {label(node) for node in graph.nodes if node.op_type in (QUANTIZE, DEQUANTIZE)}
-    pairs |= {name for node in graph.nodes if node.op_type in (QUANTIZE, DEQUANTIZE) for name in node.output}
+    pairs = [node for node in graph.nodes if node.op_type in (QUANTIZE, DEQUANTIZE)]
+    names = {name for node in pairs for name in (label(node), *node.output)}
     left: Counter[str] = Counter()
     for op in ops:
         own = [name for name in op.origins if not name.startswith(_FRONTEND)]
         if op.layer_type == "Reorder":
             left["Reorder"] += 1
-        elif op.layer_type in _CONVERSIONS and own and all(name in pairs for name in own):
+        elif op.layer_type in _CONVERSIONS and own and names.issuperset(own):
             left["Quantize/Dequantize"] += 1
     return dict(left)
 

@@ -8,9 +8,10 @@ between integers and floats and changes of the memory layout are regions without
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 from sparsebit.deploy.audit.onnxruntime_graph import Finder, arithmetic_of
 from sparsebit.deploy.audit.openvino_graph import Executed
 from sparsebit.deploy.onnx_graph.fusion_site import label
+from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph, load_model
 from sparsebit.deploy.sessions.cpu import cpu_name
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session, runtime_version
+from sparsebit.deploy.sessions.runtime_sessions import open_session, runtime_version
 from sparsebit.records.audit import Arithmetic
 
 _KERNEL = "_kernel_time"
@@ -67,7 +69,7 @@ class RegionTimes:
 
     def of_layer(self, layer: str) -> float:
         """Milliseconds of the regions that compute the layer; a region of several layers counts in equal parts."""
-        return sum(region.ms / len(region.layers) for region in self.regions if layer in region.layers)
+        return self.by_layer().get(layer, 0.0)
 
     def by_layer(self) -> dict[str, float]:
         """`of_layer` for every layer."""
@@ -104,34 +106,26 @@ def region_times(
             pairs = list(zip(watched, arrays, strict=True))
             for one, given in pairs if done % 2 == 0 else reversed(pairs):
                 one.call(given, counts=done >= 2)  # the first two warm up
-        version = runtime_version(runtime)
-        return {
-            name: _times(one, runtime, version, num_threads, num_rounds)
-            for name, one in zip(files, watched, strict=True)
-        }
+        conditions = (runtime, runtime_version(runtime), cpu_name(), num_threads, num_rounds)
+        found = {}
+        for name, one in zip(files, watched, strict=True):
+            regions, totals = one.regions()
+            low, middle, high = statistics.quantiles(totals, n=4, method="inclusive") if totals[1:] else totals * 3
+            noise, total_ms = (high - low) / 2 / middle if middle else 0.0, sum(region.ms for region in regions)
+            found[name] = RegionTimes(*conditions, total_ms, noise, tuple(regions))
+        return found
 
 
-def _times(
-    watched: _WatchedOnnxRuntime | _WatchedOpenVino, runtime: str, version: str, num_threads: int, num_rounds: int
-) -> RegionTimes:
-    regions, totals = watched.regions()
-    low, middle, high = statistics.quantiles(totals, n=4, method="inclusive") if len(totals) > 1 else totals * 3
-    return RegionTimes(
-        *(runtime, version, cpu_name(), num_threads, num_rounds),
-        total_ms=sum(region.ms for region in regions),
-        noise=(high - low) / 2 / middle if middle else 0.0,
-        regions=tuple(regions),
-    )
+def _graph_of(file: Path | bytes) -> Graph:
+    return Graph(load_model(onnx.load_model_from_string(file) if isinstance(file, bytes) else file))
 
 
 class _WatchedOnnxRuntime:
     """A session that writes its profile, and the graph that it executes."""
 
     def __init__(self, file: Path | bytes, num_threads: int, folder: Path) -> None:
-        import onnx
-
         folder.mkdir()
-        self.graph = Graph(load_model(onnx.load_model_from_string(file) if isinstance(file, bytes) else file))
+        self.graph = _graph_of(file)
         optimized = folder / "optimized.onnx"
         self.session: Any = open_session(
             file, num_threads=num_threads, optimized_file=optimized, profile_prefix=str(folder / "profile")
@@ -187,42 +181,34 @@ def _layers_by_kernel(graph: Graph, optimized: Graph) -> dict[str, tuple[str, ..
 
 
 def _layer_in_front(node: Any, optimized: Graph, layers: Mapping[str, tuple[str, ...]]) -> str:
-    for value in _upwards(node, optimized):
-        producer = optimized.producer.get(value)
-        if producer is not None and producer.name in layers:
-            return layers[producer.name][-1]
+    """The last layer of the nearest kernel, up to 4 nodes before this one along the first inputs."""
+    for _ in range(4):
+        node = optimized.producer.get(node.input[0]) if node.input else None
+        if node is None or node.name in layers:
+            return "" if node is None else layers[node.name][-1]
     return ""
-
-
-def _upwards(node: Any, optimized: Graph, depth: int = 4) -> Iterator[str]:
-    """The first input of the node, of the node that computes it, and so on."""
-    while node is not None and node.input and depth:
-        yield node.input[0]
-        node, depth = optimized.producer.get(node.input[0]), depth - 1
 
 
 class _WatchedOpenVino:
     """A compiled model with performance counters."""
 
     def __init__(self, file: Path | bytes, num_threads: int, folder: Path) -> None:
-        import onnx
-
-        self.graph = Graph(load_model(onnx.load_model_from_string(file) if isinstance(file, bytes) else file))
+        self.graph = _graph_of(file)
         self.session: Any = open_session(file, "openvino", num_threads=num_threads, options={"PERF_COUNT": "YES"})
         self.samples: dict[tuple[str, str], list[float]] = {}
         self.totals: list[float] = []
 
     def call(self, feeds: Mapping[str, Any], *, counts: bool) -> None:
-        session: Session = self.session
-        session.run(feeds)
+        self.session.run(feeds)
         if not counts:
             return
-        infos = [info for info in self.session.request.profiling_info if str(info.status).endswith("EXECUTED")]
-        infos = [info for info in infos if not str(info.status).endswith("NOT_EXECUTED")]
-        for info in infos:
-            key = str(info.node_name), f"{info.node_type} {info.exec_type}"
-            self.samples.setdefault(key, []).append(info.real_time.total_seconds() * 1e3)
-        self.totals.append(sum(info.real_time.total_seconds() for info in infos) * 1e3)
+        infos = [
+            info for info in self.session.request.profiling_info if re.search(r"(?<!NOT_)EXECUTED$", str(info.status))
+        ]
+        times = [info.real_time.total_seconds() * 1e3 for info in infos]
+        for info, ms in zip(infos, times, strict=True):
+            self.samples.setdefault((str(info.node_name), f"{info.node_type} {info.exec_type}"), []).append(ms)
+        self.totals.append(sum(times))
 
     def regions(self) -> tuple[list[RegionTime], list[float]]:
         executed = Executed(self.session, self.graph)

@@ -38,7 +38,7 @@ _OPERATORS = "Supported ONNX Operators"
 _OPSETS = "ONNX Opset Guide"
 
 Severity = Literal["error", "advice"]
-Found = Iterator[tuple[str, str]]
+Found = Iterator[tuple[Any, str]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
-    """`check` yields (node, message) for every place in the graph where the rule is broken."""
+    """`check` yields (node, message) for every place in the graph where the rule is broken; no node: the whole file."""
 
     name: str
     severity: Severity
@@ -74,7 +74,7 @@ def tensorrt_violations(model: str | os.PathLike[str] | Any) -> list[Violation]:
     """Every rule of TensorRT that a quantized file (a path or a ModelProto) breaks, errors first."""
     graph = Graph(load_model(model))
     found = [
-        Violation(node, rule.name, rule.severity, message, rule.remedy, rule.source)
+        Violation(label(node) if node else "the file", rule.name, rule.severity, message, rule.remedy, rule.source)
         for rule in RULES
         for node, message in rule.check(graph)
     ]
@@ -102,63 +102,36 @@ def _activations(graph: Graph) -> Iterator[tuple[Any, Quantization]]:
     return ((node, found) for node, found in _pairs(graph) if not graph.is_weight(node.input[0]))
 
 
-def _operators(graph: Graph) -> Found:
-    for node in graph.nodes:
-        if is_integer_operator(node):
-            yield label(node), f"operator {node.op_type} is not supported"
-
-
 def _opset(graph: Graph) -> Found:
     version = opset(graph.model)
     pairs = list(_pairs(graph))
     if pairs and not _FIRST_OPSET <= version <= _LAST_OPSET:
-        yield "the file", f"opset {version}; Q/DQ are read from opset {_FIRST_OPSET} to {_LAST_OPSET}"
+        yield None, f"opset {version}; Q/DQ are read from opset {_FIRST_OPSET} to {_LAST_OPSET}"
     elif version < _AXIS_OPSET and any(found.scale is not None and found.scale.size > 1 for _, found in pairs):
-        yield "the file", f"opset {version}; scales per channel need the axis of opset {_AXIS_OPSET}"
+        yield None, f"opset {version}; scales per channel need the axis of opset {_AXIS_OPSET}"
     elif version < _FLOAT8_OPSET and any(found.dtype.startswith("float8") for _, found in pairs):
-        yield "the file", f"opset {version}; 8-bit floats need opset {_FLOAT8_OPSET}"
+        yield None, f"opset {version}; 8-bit floats need opset {_FLOAT8_OPSET}"
 
 
-def _types(graph: Graph) -> Found:
-    for node, found in _pairs(graph):
-        if found.dtype not in _TYPES:
-            yield label(node), f"quantized type {found.dtype}; allowed: {', '.join(sorted(_TYPES))}"
-
-
-def _zero_points(graph: Graph) -> Found:
-    for node, found in _pairs(graph):
-        if not found.symmetric:
-            yield label(node), f"zero point {found.zero_point.ravel()[0]}; only 0 is allowed"
+def _numbers(wrong: Callable[[Quantization], str], of: Callable[[Graph], Any] = _pairs) -> Callable[[Graph], Found]:
+    """The check of every pair (or activation) by its numbers alone; an empty text: right."""
+    return lambda graph: ((node, fault) for node, found in of(graph) if (fault := wrong(found)))
 
 
 def _scales(graph: Graph) -> Found:
     for node, found in _pairs(graph):
         kind = graph.type_of(node.input[1])
         if found.scale is None:
-            yield label(node), "its scale is computed at run time"
+            yield node, "its scale is computed at run time"
         elif not (found.scale.astype("float32") > 0).all():
-            yield label(node), "a scale is not above 0"
+            yield node, "a scale is not above 0"
         elif kind not in ("float", "float16", "bfloat16"):
-            yield label(node), f"scale of type {kind}; allowed: float, float16, bfloat16"
+            yield node, f"scale of type {kind}; allowed: float, float16, bfloat16"
 
 
-def _activation_scales(graph: Graph) -> Found:
-    for node, found in _activations(graph):
-        blocked_fp4 = found.dtype == "float4e2m1"
-        if found.scale is not None and found.scale.size > 1 and not blocked_fp4:
-            yield label(node), f"{found.scale.size} scales on an activation; one is allowed"
-
-
-def _activation_bits(graph: Graph) -> Found:
-    for node, found in _activations(graph):
-        if found.dtype == "int4":
-            yield label(node), "an activation of type int4, which is for weights only"
-
-
-def _bias(graph: Graph) -> Found:
-    for node in graph.nodes:
-        if node.op_type == DEQUANTIZE and graph.quantization(node).dtype == "int32":
-            yield label(node), "a DequantizeLinear on int32 (a quantized bias)"
+def _activation_scales(found: Quantization) -> str:
+    is_several = found.scale is not None and found.scale.size > 1 and found.dtype != "float4e2m1"  # fp4 has blocks
+    return f"{found.scale.size} scales on an activation; one is allowed" if is_several else ""
 
 
 def _channel_axis(graph: Graph) -> Found:
@@ -171,9 +144,9 @@ def _channel_axis(graph: Graph) -> Found:
         moved = any(reader.op_type in MOVES for reader in graph.readers[dequantize.output[0]])
         if axis != wanted and not moved:
             message = f"scales along axis {axis} of the weight of {label(node)}; its output channels are axis {wanted}"
-            yield label(dequantize), message
+            yield dequantize, message
         elif found.scale.size != shape.dims[axis]:
-            yield label(dequantize), f"{found.scale.size} scales for {shape.dims[axis]} channels"
+            yield dequantize, f"{found.scale.size} scales for {shape.dims[axis]} channels"
 
 
 def _blocks(graph: Graph) -> Found:
@@ -181,27 +154,26 @@ def _blocks(graph: Graph) -> Found:
         stored = graph.stored(_source(graph, dequantize))
         shape = list(stored.dims) if stored is not None else []
         if found.block and found.dtype not in _FOUR_BITS:
-            yield label(dequantize), f"scales in blocks on {found.dtype}; blocks are for 4-bit weights"
+            yield dequantize, f"scales in blocks on {found.dtype}; blocks are for 4-bit weights"
         elif found.block and shape and shape[found.axis] % found.block:
-            yield label(dequantize), f"blocks of {found.block} do not divide {shape[found.axis]}"
+            yield dequantize, f"blocks of {found.block} do not divide {shape[found.axis]}"
         if found.dtype in _FOUR_BITS and shape and math.prod(shape) % 2:
-            yield label(dequantize), f"{math.prod(shape)} elements of 4 bits; their number must be even"
+            yield dequantize, f"{math.prod(shape)} elements of 4 bits; their number must be even"
 
 
 def _well_formed(graph: Graph) -> Found:
     inputs = {value.name for value in graph.model.graph.input}
     for node in graph.nodes:
         if node.op_type == QUANTIZE:
-            for reader in graph.readers[node.output[0]]:
-                if reader.op_type != DEQUANTIZE:
-                    wrong = f"{reader.op_type} {label(reader)}"
-                    yield label(node), f"its integers are read by {wrong}; only DequantizeLinear may"
+            wrong = [reader for reader in graph.readers[node.output[0]] if reader.op_type != DEQUANTIZE]
+            for reader in wrong:
+                yield node, f"its integers are read by {reader.op_type} {label(reader)}; only DequantizeLinear may"
         elif node.op_type == DEQUANTIZE:
             source = graph.producer.get(node.input[0])
             stored = graph.stored(node.input[0]) is not None or node.input[0] in inputs
             if not stored and (source is None or source.op_type != QUANTIZE):
                 made_by = "nothing" if source is None else f"{source.op_type} {label(source)}"
-                yield label(node), f"its integers come from {made_by}; allowed: QuantizeLinear, a stored weight"
+                yield node, f"its integers come from {made_by}; allowed: QuantizeLinear, a stored weight"
 
 
 def _float_weights(graph: Graph) -> Found:
@@ -209,16 +181,15 @@ def _float_weights(graph: Graph) -> Found:
         if node.op_type in _WEIGHTED and graph.is_weight(node.input[1]):
             data, weight = (graph.dequantized(name) for name in node.input[:2])
             if (data is None) != (weight is None) and (weight is None or weight.dtype not in _FOUR_BITS):
-                yield label(node), f"only its {'weight' if data is None else 'input'} is quantized, so it runs in float"
+                yield node, f"only its {'weight' if data is None else 'input'} is quantized, so it runs in float"
             elif data and weight and data.dtype != weight.dtype and "float8e4m3fn" in (data.dtype, weight.dtype):
-                yield label(node), f"its input is {data.dtype} and its weight {weight.dtype}, so it runs in float"
+                yield node, f"its input is {data.dtype} and its weight {weight.dtype}, so it runs in float"
 
 
 def _distant_weights(graph: Graph) -> Found:
     for node, dequantize, _ in _weights(graph):
         if dequantize.output[0] not in node.input:
-            op = graph.producer[node.input[1]].op_type
-            yield label(node), f"{op} is between its weight's DequantizeLinear and it"
+            yield node, f"{graph.producer[node.input[1]].op_type} is between its weight's DequantizeLinear and it"
 
 
 def _batch_norm(graph: Graph) -> Found:
@@ -226,7 +197,7 @@ def _batch_norm(graph: Graph) -> Found:
         if node.op_type in _WEIGHTED and graph.dequantized(node.input[0]) is not None:
             for reader in graph.behind(node.output[0]):
                 if reader.op_type == "BatchNormalization":
-                    yield label(reader), f"a batch norm after the quantized {label(node)}"
+                    yield reader, f"a batch norm after the quantized {label(node)}"
 
 
 def _split_activation(graph: Graph) -> Found:
@@ -235,7 +206,7 @@ def _split_activation(graph: Graph) -> Found:
         for q in (reader for reader in readers if reader.op_type == QUANTIZE):
             behind = [n for dq in graph.readers[q.output[0]] for n in graph.readers[dq.output[0]]]
             if behind and all(n.op_type in ("Relu", "Clip", "BatchNormalization") for n in behind):
-                yield label(q), f"Q/DQ between {label(node)} and its {behind[0].op_type}, which keeps the two apart"
+                yield q, f"Q/DQ between {label(node)} and its {behind[0].op_type}, which keeps the two apart"
 
 
 def _concat(graph: Graph) -> Found:
@@ -243,7 +214,7 @@ def _concat(graph: Graph) -> Found:
         found = [graph.dequantized(name) for name in node.input] if node.op_type == "Concat" else []
         known = [one for one in found if one is not None]
         if len(known) > 1 and not all(one.same_grid(known[0]) for one in known):
-            yield label(node), "its inputs have different scales, so they are requantized"
+            yield node, "its inputs have different scales, so they are requantized"
 
 
 def _residual(graph: Graph) -> Found:
@@ -253,8 +224,7 @@ def _residual(graph: Graph) -> Found:
             bare = [maker for maker in makers if maker is not None and maker.op_type == "Conv"]
             is_float = all(graph.dequantized(name) is None for name in node.input)
             if bare and is_float and graph.dequantized(bare[0].input[0]):
-                conv = label(bare[0])
-                yield label(node), f"the skip connection into it is in float, so {conv} is not fused with the add"
+                yield node, f"the skip connection into it is in float, so {label(bare[0])} is not fused with the add"
 
 
 def _output_axis(node: Any, rank: int) -> int:
@@ -273,15 +243,24 @@ def _source(graph: Graph, dequantize: Any) -> str:
 _SYMMETRIC = "A.QSCHEME: per-tensor-symmetric and W.QSCHEME: per-channel-symmetric (BACKEND: tensorrt sets both)"
 
 RULES: tuple[Rule, ...] = (
-    Rule("operators", "error", _OPERATORS, "export QDQ, not integer operators", _operators),
+    Rule("operators", "error", _OPERATORS, "export QDQ, not integer operators",
+         lambda graph: ((node, f"operator {node.op_type} is not supported") for node in graph.nodes
+                        if is_integer_operator(node))),
     Rule("opset", "error", _OPSETS, "export with opset 20 or 21", _opset),
-    Rule("types", "error", _QUANTIZED_TYPES, _SYMMETRIC, _types),
-    Rule("zero-points", "error", _OPERATORS, _SYMMETRIC, _zero_points),
+    Rule("types", "error", _QUANTIZED_TYPES, _SYMMETRIC, _numbers(
+        lambda found: "" if found.dtype in _TYPES else
+        f"quantized type {found.dtype}; allowed: {', '.join(sorted(_TYPES))}")),
+    Rule("zero-points", "error", _OPERATORS, _SYMMETRIC, _numbers(
+        lambda found: "" if found.symmetric else f"zero point {found.zero_point.ravel()[0]}; only 0 is allowed")),
     Rule("scales", "error", _EXPLICIT, "calibrate, so that every scale is a positive constant", _scales),
-    Rule("activation-scales", "error", _EXPLICIT, "A.QSCHEME: per-tensor-symmetric", _activation_scales),
-    Rule("activation-bits", "error", _QUANTIZED_TYPES, "A.QUANTIZER.BIT: 8, or weights only",
-         _activation_bits),
-    Rule("bias", "error", _OPERATORS, "keep the bias in float (BACKEND: tensorrt does)", _bias),
+    Rule("activation-scales", "error", _EXPLICIT, "A.QSCHEME: per-tensor-symmetric",
+         _numbers(_activation_scales, _activations)),
+    Rule("activation-bits", "error", _QUANTIZED_TYPES, "A.QUANTIZER.BIT: 8, or weights only", _numbers(
+        lambda found: "an activation of type int4, which is for weights only" if found.dtype == "int4" else "",
+        _activations)),
+    Rule("bias", "error", _OPERATORS, "keep the bias in float (BACKEND: tensorrt does)",
+         lambda graph: ((node, "a DequantizeLinear on int32 (a quantized bias)") for node in graph.nodes
+                        if node.op_type == DEQUANTIZE and graph.quantization(node).dtype == "int32")),
     Rule("channel-axis", "error", _EXPLICIT, "W.QSCHEME: per-channel-symmetric, one scale per output channel",
          _channel_axis),
     Rule("blocks", "error", _EXPLICIT, "W.QUANTIZER.BIT: 4 with a group size that divides the weight", _blocks),

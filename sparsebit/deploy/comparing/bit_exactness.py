@@ -45,11 +45,8 @@ class Stretch:
 
 def unexplained(stretches: list[Stretch], is_equal: Mapping[str, bool]) -> Stretch | None:
     """The first stretch that has equal inputs, is exact, and has a different output."""
-    for stretch in stretches:
-        begins_equal = all(is_equal.get(source, False) for source in stretch.sources)
-        if stretch.is_exact and begins_equal and not is_equal.get(stretch.end, True):
-            return stretch
-    return None
+    wrong = (stretch for stretch in stretches if stretch.is_exact and not is_equal.get(stretch.end, True))
+    return next((one for one in wrong if all(is_equal.get(source, False) for source in one.sources)), None)
 
 
 def stretches(graph: Graph, known: set[str], kernels: SimulatedKernels, in_integers: set[str]) -> list[Stretch]:
@@ -58,11 +55,8 @@ def stretches(graph: Graph, known: set[str], kernels: SimulatedKernels, in_integ
     `known`: the sites whose codes are compared. `in_integers`: the layers, by label, that the runtime runs in integers.
     """
     walker = _Walker(graph, known, kernels, in_integers)
-    found = []
-    for node in graph.nodes:
-        site = _site(node) if node.op_type == QUANTIZE else ""
-        if site in known:
-            found.append(walker.stretch(site, node.input[0], site))
+    sites = [(_site(node), node.input[0]) for node in graph.nodes if node.op_type == QUANTIZE]
+    found = [walker.stretch(site, value, site) for site, value in sites if site in known]
     return [*found, *(walker.stretch(value.name, value.name, None) for value in graph.model.graph.output)]
 
 
@@ -71,10 +65,8 @@ class _Walker:
         self.graph, self.known, self.kernels, self.in_integers = graph, known, kernels, in_integers
 
     def stretch(self, end: str, value: str, site: str | None) -> Stretch:
-        sources: set[str] = set()
-        is_exact = True
-        # (value, whether there are only clips between it and the end)
-        waiting, seen = [(value, True)], set()
+        sources, seen, is_exact = set[str](), set[str](), True
+        waiting = [(value, True)]  # and whether there are only clips between it and the end
         while waiting:
             name, is_direct = waiting.pop()
             if name in seen:
@@ -94,17 +86,14 @@ class _Walker:
     def _is_exact(self, node: Any, site: str | None, is_direct: bool) -> bool:
         if node.op_type in _PLAIN:
             return True
+        sites: frozenset[str | None] = frozenset()
         if node.op_type in _LAYERS:
-            weight = self._weight_site(node)
-            rounds_here = site in self.kernels.layers.get(weight, frozenset())
-            return is_direct and rounds_here and label(node) in self.in_integers
-        sites = {"Add": self.kernels.sums, "Mul": self.kernels.products}.get(node.op_type, frozenset())
+            maker = self.graph.producer.get(node.input[1])
+            notes = {} if maker is None else {item.key: item.value for item in maker.metadata_props}
+            sites = self.kernels.layers.get(str(notes.get(SITE_KEY, "")).partition("#")[0], sites)
+        elif node.op_type in ("Add", "Mul"):
+            sites = sites | (self.kernels.sums if node.op_type == "Add" else self.kernels.products)
         return is_direct and site in sites and label(node) in self.in_integers
-
-    def _weight_site(self, node: Any) -> str:
-        maker = self.graph.producer.get(node.input[1])
-        notes = {} if maker is None else {item.key: item.value for item in maker.metadata_props}
-        return str(notes.get(SITE_KEY, "")).partition("#")[0]
 
 
 def _data_of(node: Any) -> list[str]:

@@ -21,7 +21,7 @@ from sparsebit.deploy.comparing.divergence import (
 )
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
-from sparsebit.deploy.onnx_graph.qdq_graph import load_model
+from sparsebit.deploy.onnx_graph.qdq_graph import TWO_GIGABYTES, load_model
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.runtime_sessions import EXACT, Session, open_session
 from sparsebit.errors import DeploymentError
@@ -36,10 +36,9 @@ Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 @dataclass(frozen=True)
 class FileParity:
-    """The comparison. `divergence`: the first site whose codes differ, only in a comparison with the file itself.
+    """`divergence`: the first site whose codes differ, only in a comparison with the file itself.
 
-    `fault`: how the runtime's results differ from the file's definition; empty if they do not, or if that was not
-    checked.
+    `fault`: how the runtime's results differ from the file's definition; empty if not at all, or if not checked.
     """
 
     parity: Parity
@@ -62,15 +61,12 @@ def check_as_written(
     tolerance = tolerance or Tolerance()
     runtime = runtime or runtime_of(file)
     session = open_session(file, runtime, options=EXACT.get(runtime))
-    written = open_session(file, "onnxruntime", optimize=False)
-    twin = _twin(file)
+    written, twin = open_session(file, "onnxruntime", optimize=False), _twin(file)
     comparison, first = Comparison(session.outputs), None
-    for feeds in _made(batches, session, session.batch_size):
+    for feeds in batches(session, session.batch_size) if callable(batches) else batches:
         first = first or feeds
         with _running(file, feeds):
-            expected, found = written.run(feeds), session.run(feeds)
-            reference = None if twin is None else twin.run(feeds)
-        comparison.add(expected, found, reference)
+            comparison.add(written.run(feeds), session.run(feeds), None if twin is None else twin.run(feeds))
     parity = comparison.result(str(file), runtime, AS_WRITTEN)
     if first is None or all(output.is_equal for output in parity.outputs):
         return FileParity(parity, fault=parity.fault(tolerance))
@@ -89,45 +85,32 @@ def check_against(
     """The distance of a quantized file from the float one. Inputs and outputs are matched in order."""
     runtime = runtime or runtime_of(file)
     session, other = open_session(file, runtime), open_session(against, runtime)
-    if len(session.inputs) != len(other.inputs):
+    sizes = [session.batch_size, other.batch_size]
+    if len(session.inputs) != len(other.inputs) or (None not in sizes and sizes[0] != sizes[1]):
+        takes = [f"{one.batch_size or 'any number of'} samples of {', '.join(one.inputs)}" for one in (session, other)]
         raise DeploymentError(
-            f"{file} takes {', '.join(session.inputs)}; {against} takes {', '.join(other.inputs)}: not the same model"
-        )
-    if None not in (session.batch_size, other.batch_size) and session.batch_size != other.batch_size:
-        raise DeploymentError(
-            f"{file} takes {session.batch_size} samples at once, {against} {other.batch_size}; export both alike"
+            f"{file} takes {takes[0]}; {against} takes {takes[1]}: not the same model; export both alike"
         )
     names = dict(zip(session.inputs, other.inputs, strict=True))
     comparison = Comparison(session.outputs, judge_all=True)
-    # The file with a fixed batch size determines how the data is split.
-    for feeds in _made(batches, session, session.batch_size or other.batch_size):
+    size = session.batch_size or other.batch_size  # the file with a fixed batch size determines how the data is split
+    for feeds in batches(session, size) if callable(batches) else batches:
         with _running(against, feeds):
             renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
             expected = other.run(renamed)
         with _running(file, feeds):
-            found = session.run(feeds)
-        comparison.add(expected, found)
+            comparison.add(expected, session.run(feeds))
     parity = comparison.result(str(file), runtime, str(against))
     return FileParity(parity, fault="" if tolerance is None else parity.fault(tolerance))
-
-
-def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterable[Feeds]:
-    return batches(session, batch_size) if callable(batches) else batches
 
 
 def _twin(file: Path) -> Session | None:
     """The file without its rounding, which shows the size of the rounding noise; None if it cannot be made."""
     try:
-        return open_session(_serialized(float_twin(file)), "onnxruntime")
+        twin = float_twin(file)
+        return open_session(bytes(twin.SerializeToString()), "onnxruntime") if twin.ByteSize() < TWO_GIGABYTES else None
     except DeploymentError:
         return None
-
-
-def _serialized(model: Any) -> bytes:
-    try:
-        return bytes(model.SerializeToString())
-    except Exception as error:  # beyond 2 GB; protobuf's exception classes differ by version
-        raise DeploymentError(f"too large for memory: {error}") from error
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from sparsebit.deploy.sessions.cpu import saturates
 from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, Session, open_session
 from sparsebit.errors import DeploymentError
 
+_DEFAULT = "a default session of ONNX Runtime"
 _ADVICE = "the session option session.disable_quant_qdq=1 switches these optimizations off"
 
 
@@ -56,16 +57,16 @@ class DefaultSession:
         if self.session is None or self.comparison is None:
             return ""
         parity = self.comparison.result(self.name, "a default session of onnxruntime", "the simulation")
+        text = f"{self.name}: {lossy}; {_ADVICE}" if (lossy := _lossy(parity, tolerance)) else ""
         if fault := parity.fault(dataclasses.replace(tolerance, exact=None)):
             text = (
-                f"{self.name} computes what was simulated node by node, but not in a default session of ONNX Runtime, "
-                f"whose optimizations change it: {fault}; {_ADVICE}"
+                f"{self.name} computes what was simulated node by node, but the optimizations of {_DEFAULT} change it: "
+                f"{fault}; {_ADVICE}"
             )
             if is_target:
                 raise DeploymentError(text)
+        if text:
             warnings.warn(text, stacklevel=5)
-        elif lossy := _lossy(parity, tolerance):
-            warnings.warn(f"{self.name}: {lossy}; {_ADVICE}", stacklevel=5)
         is_same = all(output.is_equal for output in parity.outputs)
         return "" if is_same else f"in a default session SQNR {parity.worst.sqnr_db:.1f} dB"
 
@@ -78,8 +79,6 @@ def _lossy(parity: Parity, tolerance: Tolerance) -> str:
     """An output that a default session changes more than quantization does; empty if there is none."""
     for output in parity.outputs:
         if output.noise_db is not None and output.sqnr_db < output.noise_db - tolerance.noise_margin_db:
-            return (
-                f"in a default session of ONNX Runtime output {output.name} has an SQNR of {output.sqnr_db:.1f} dB "
-                f"against the simulation, which has {output.noise_db:.1f} dB against the float model"
-            )
+            found = f"in {_DEFAULT} output {output.name} has an SQNR of {output.sqnr_db:.1f} dB against the simulation"
+            return f"{found}, which has {output.noise_db:.1f} dB against the float model"
     return ""

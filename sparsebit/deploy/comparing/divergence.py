@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.deploy.sessions.runtime_sessions import EXACT, open_session
 
 CODES = "/codes"
@@ -44,8 +45,6 @@ def site_differences(
 
     `expected`: site -> integer codes (numpy). `options`: the session's, by default `EXACT`.
     """
-    import numpy
-
     differences = []
     found = site_codes(file, runtime, feeds, optimize=optimize, sites=set(expected), options=options)
     for site, codes in found.items():
@@ -72,14 +71,10 @@ def site_codes(
 
     In a file of another tool a site is named after the output of its QuantizeLinear.
     """
-    import onnx
-
     model = onnx.load(str(file))
-    values = {
-        node.output[0].removesuffix(CODES): node.output[0]
-        for node in model.graph.node
-        if node.op_type == "QuantizeLinear" and (sites is None or node.output[0].removesuffix(CODES) in sites)
-    }
+    outputs = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    values = {name.removesuffix(CODES): name for name in outputs}
+    values = {site: name for site, name in values.items() if sites is None or site in sites}
     known = {output.name for output in model.graph.output}
     types = {value.name: value for value in model.graph.value_info}
     for name in values.values():

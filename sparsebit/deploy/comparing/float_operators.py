@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparsebit.deploy.onnx_graph.dequantize import dequantize, unpack_matmul_nbits
+from sparsebit.deploy.onnx_graph.packages import numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import attribute
 from sparsebit.errors import DeploymentError
 
@@ -25,9 +26,7 @@ def is_integer_operator(node: Any) -> bool:
     return node.op_type.startswith("QLinear") or node.op_type in _INTEGER_OPERATORS
 
 
-def _weight(
-    writer: Any, node: Any, value: int, scale: int | None, zero_point: int | None, *, axis: int, name: str = ""
-) -> str:
+def _weight(writer: Any, node: Any, value: int, scale: int | None, zero_point: int | None, *, axis: int) -> str:
     """The operand `value` of the node as float: dequantized if it is stored, the float value itself if computed."""
     stored = writer.constant(node.input[value])
     if stored is None:
@@ -35,11 +34,9 @@ def _weight(
     scales = None if scale is None else _operand(writer, node, scale)
     zeros = None if zero_point is None else _operand(writer, node, zero_point)
     if scales is None:
-        import numpy as np
-
-        scales = np.ones(1 if zeros is None else zeros.shape, np.float32)
+        scales = numpy.ones(1 if zeros is None else zeros.shape, numpy.float32)
     values = dequantize(stored, scales, zeros, axis=axis)
-    return str(writer.store(name or f"{node.output[0]}/{node.input[value]}", values))
+    return str(writer.store(f"{node.output[0]}/{node.input[value]}", values))
 
 
 def _operand(writer: Any, node: Any, position: int) -> Any:
@@ -100,13 +97,9 @@ def _concat(writer: Any, node: Any) -> None:
 
 def _dynamic_quantize(writer: Any, node: Any) -> None:
     """Its integers become the floats themselves, with scale 1 and zero point 0; later products with the scale stay."""
-    import numpy as np
-
     writer.rename(node.output[0], node.input[0])
-    if len(node.output) > 1:
-        writer.store(node.output[1], np.float32(1))
-    if len(node.output) > 2:
-        writer.store(node.output[2], np.float32(0))
+    for name, value in zip(node.output[1:], (1, 0), strict=False):
+        writer.store(name, numpy.float32(value))
 
 
 def _integer_product(op: str, axis: int) -> Callable[[Any, Any], None]:
@@ -135,13 +128,18 @@ def _product_and_bias(writer: Any, node: Any, operands: list[str], bias: int) ->
         writer.add("MatMul", operands, node.output[0], name=node.name)
 
 
+def no_twin(node: Any, how: str = "") -> DeploymentError:
+    """The error for an operator without a float twin."""
+    return DeploymentError(
+        f"{node.op_type}{how} at {node.name or node.output[0]}: no float twin of this operator is known; compare with "
+        "the float file itself (--against float.onnx)"
+    )
+
+
 def _matmul_nbits(writer: Any, node: Any) -> None:
     """MatMulNBits(a, packed, scales, zero_points, group_index, bias)."""
     if len(node.input) > 4 and node.input[4]:
-        raise DeploymentError(
-            f"MatMulNBits at {node.name or node.output[0]} has a group index (act-order), whose float twin is not "
-            "written here; compare with the float file itself (--against float.onnx)"
-        )
+        raise no_twin(node, " with a group index (act-order)")
     weight = unpack_matmul_nbits(
         writer.constant(node.input[1]),
         writer.constant(node.input[2]),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sparsebit.deploy.comparing.float_operators import FLOAT_OPERATORS, is_integer_operator
+from sparsebit.deploy.comparing.float_operators import FLOAT_OPERATORS, is_integer_operator, no_twin
 from sparsebit.deploy.layouts.hard_sigmoid_layout import hard_sigmoid_attributes, is_hard_sigmoid
 from sparsebit.deploy.onnx_graph.dequantize import dequantize
+from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import (
     DEQUANTIZE,
     QUANTIZE,
@@ -43,10 +44,7 @@ def float_twin(file: str | os.PathLike[str] | Any) -> Any:
         elif operator is not None:
             operator(writer, node)
         elif is_integer_operator(node):
-            raise DeploymentError(
-                f"{node.op_type} at {node.name or node.output[0]}: no float twin of this operator is known; "
-                "compare with the float file itself (--against float.onnx)"
-            )
+            raise no_twin(node)
         else:
             writer.keep(node)
     return writer.model()
@@ -61,9 +59,8 @@ def _without_dequantize(writer: _Writer, node: Any) -> None:
         if found.scale is None:
             raise DeploymentError(f"{node.name or node.output[0]}: a stored weight whose scale is computed")
         axis = attribute(node, "axis", 1)
-        writer.store(
-            node.output[0], dequantize(values, found.scale, found.zero_point, axis=axis, block=found.block), found.scale
-        )
+        floats = dequantize(values, found.scale, found.zero_point, axis=axis, block=found.block)
+        writer.store(node.output[0], floats, found.scale)
     elif writer.comes_from_quantize(node.input[0]) or values is not None:
         writer.rename(node.output[0], source)
     else:
@@ -71,11 +68,7 @@ def _without_dequantize(writer: _Writer, node: Any) -> None:
 
 
 def _with_float_table(writer: _Writer, node: Any) -> None:
-    """An embedding that is looked up as integers: the same numbers as floats, so that the Cast after it does
-    nothing.
-    """
-    import numpy
-
+    """An embedding that is looked up as integers: the same numbers as floats; the Cast after it does nothing."""
     table = f"{node.input[0]}/float"
     writer.store(table, numpy.asarray(writer.constant(node.input[0])).astype(numpy.float32))
     writer.rename(node.input[0], table)
@@ -130,16 +123,13 @@ class _Writer:
 
     def store(self, name: str, values: Any, like: Any = None) -> str:
         """A float initializer, of the type of `like` if that is a half-precision array."""
-        from onnx import numpy_helper
-
         array = values if like is None else values.astype(like.dtype)
-        self._floats[name] = numpy_helper.from_array(array, name)
+        self._floats[name] = onnx.numpy_helper.from_array(array, name)
         return name
 
     def add(self, op: str, inputs: list[str], output: str, attributes: Any = (), name: str = "") -> None:
-        from onnx import helper
-
-        node = helper.make_node(op, [self.current(value) for value in inputs], [output], name=name or f"{output}/{op}")
+        read = [self.current(value) for value in inputs]
+        node = onnx.helper.make_node(op, read, [output], name=name or f"{output}/{op}")
         node.attribute.extend(attributes)
         self._nodes.append(node)
 
@@ -152,25 +142,16 @@ class _Writer:
 
     def model(self) -> Any:
         """The finished twin: unread initializers dropped, integer outputs declared float."""
-        from onnx import TensorProto, helper
-
         old = self._model.graph
         used = {value for node in self._nodes for value in node.input} | self.graph.outputs
         used |= {value for node in self._nodes for value in outer_values(node)}
         stored = [tensor for tensor in old.initializer if tensor.name in used and tensor.name not in self._floats]
         twin = type(self._model)()
         twin.CopyFrom(self._model)
-        twin.graph.CopyFrom(
-            helper.make_graph(
-                self._nodes,
-                old.name,
-                old.input,
-                old.output,
-                [*stored, *(tensor for name, tensor in self._floats.items() if name in used)],
-            )
-        )
+        stored += [tensor for name, tensor in self._floats.items() if name in used]
+        twin.graph.CopyFrom(onnx.helper.make_graph(self._nodes, old.name, old.input, old.output, stored))
         for output in twin.graph.output:
             node = self.graph.producer.get(output.name)
             if node is not None and (node.op_type == QUANTIZE or is_integer_operator(node)):
-                output.type.tensor_type.elem_type = TensorProto.FLOAT
+                output.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
         return twin

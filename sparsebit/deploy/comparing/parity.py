@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sparsebit.deploy.onnx_graph.packages import numpy
 from sparsebit.errors import DeploymentError
 from sparsebit.records.parity import OutputParity, Parity, Tolerance
 
@@ -25,9 +26,8 @@ class Comparison:
     def add(self, expected: Sequence[Any], found: Sequence[Any], reference: Sequence[Any] | None = None) -> None:
         """One batch of numpy arrays per output; `reference`: the float model's."""
         if not len(expected) == len(found) == len(self.parts):
-            raise DeploymentError(
-                f"the file has {len(found)} outputs ({', '.join(self.names)}), the model {len(expected)}"
-            )
+            shown = f"{len(found)} outputs ({', '.join(self.names)})"
+            raise DeploymentError(f"the file has {shown}, the model {len(expected)}")
         for index, part in enumerate(self.parts):
             part.add(expected[index], found[index], None if reference is None else reference[index])
 
@@ -47,14 +47,12 @@ class _Output:
         self.has_reference, self.has_classes = False, True
 
     def add(self, expected: Any, found: Any, reference: Any | None) -> None:
-        import numpy
-
         if expected.shape != found.shape:
-            raise DeploymentError(
-                f"output {self.name}: shape {found.shape} in the file, where {expected.shape} is expected"
-            )
+            raise DeploymentError(f"output {self.name}: shape {found.shape} in the file, where {expected.shape} is due")
         if expected.size == 0:
             return
+        self.count += expected.size
+        self.num_samples += expected.shape[0] if expected.ndim else 1
         if expected.dtype.kind in "iub":
             self._add_discrete(expected, found)
             return
@@ -68,8 +66,6 @@ class _Output:
         difference = numpy.zeros_like(expected)
         numpy.subtract(found, expected, where=comparable, out=difference)
         numpy.abs(difference, out=difference)
-        self.count += expected.size
-        self.num_samples += expected.shape[0] if expected.ndim else 1
         self.largest = max(self.largest, float(difference.max()))
         self.total += float(difference.sum())
         self.noise += float(numpy.square(difference).sum())
@@ -89,8 +85,6 @@ class _Output:
     def _add_discrete(self, expected: Any, found: Any) -> None:
         """Compare indices and masks by equality, because their distances mean nothing."""
         is_same = expected == found
-        self.count += expected.size
-        self.num_samples += expected.shape[0] if expected.ndim else 1
         self.num_judged += expected.size
         self.num_same += int(is_same.sum())
         self.total += float(expected.size - is_same.sum())
@@ -98,8 +92,6 @@ class _Output:
 
     def _judge(self, expected: Any, found: Any, difference: Any) -> None:
         """Top-1 over the samples whose two best scores differ by more than the drift."""
-        import numpy
-
         best = numpy.sort(expected, axis=1)[:, -2:]
         is_same = expected.argmax(1) == found.argmax(1)
         is_clear = best[:, 1] - best[:, 0] > 2 * difference.mean()
@@ -110,23 +102,16 @@ class _Output:
     def result(self) -> OutputParity:
         spread = self.high - self.low
         spread = spread if math.isfinite(spread) and spread > 0 else 1.0
-        return OutputParity(
-            self.name,
-            self.largest / spread,
-            self.total / self.count / spread,
-            -math.inf if self.num_apart else decibels(self.signal, self.noise),
-            (self.num_same / self.num_judged if self.num_judged else 1.0) if self.has_classes else None,
-            decibels(self.float_signal, self.float_noise) if self.has_reference else None,
-            self.num_samples,
-            self.num_nan,
-            self.num_apart,
-        )
+        sqnr = -math.inf if self.num_apart else decibels(self.signal, self.noise)
+        top1 = (self.num_same / self.num_judged if self.num_judged else 1.0) if self.has_classes else None
+        noise = decibels(self.float_signal, self.float_noise) if self.has_reference else None
+        differences = self.largest / spread, self.total / self.count / spread
+        counts = self.num_samples, self.num_nan, self.num_apart
+        return OutputParity(self.name, *differences, sqnr, top1, noise, *counts)
 
 
 def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise); no noise is infinity."""
     if noise == 0:
         return math.inf
-    if math.isinf(noise):
-        return -math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and not math.isinf(noise) else -math.inf

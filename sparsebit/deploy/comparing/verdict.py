@@ -23,10 +23,8 @@ def _speed(audit: Audit) -> str:
     ratio = audit.ratio
     if ratio is None:
         return ""
-    share = f"{ratio:.2f} of its time"
-    if ratio < 1 - _EVEN:
-        return f"faster than float ({share})"
-    return f"slower than float ({share})" if ratio > 1 + _EVEN else f"as fast as float ({share})"
+    speed = "faster than" if ratio < 1 - _EVEN else "slower than" if ratio > 1 + _EVEN else "as fast as"
+    return f"{speed} float ({ratio:.2f} of its time)"
 
 
 def _layers(audit: Audit) -> str:
@@ -58,12 +56,10 @@ def _on_purpose(audit: Audit) -> list[str]:
         if layer.on_purpose:
             groups.setdefault(layer.cause.endswith("by design"), []).append(layer)
     words = {
-        (True, True): "stays in float by design",
-        (True, False): "stay in float by design",
-        (False, True): "was switched off by the config",
-        (False, False): "were switched off by the config",
+        True: ("stay in float by design", "stays in float by design"),
+        False: ("were switched off by the config", "was switched off by the config"),
     }
-    return [f"{_counted(layers)} {words[is_design, len(layers) == 1]}" for is_design, layers in groups.items()]
+    return [f"{_counted(layers)} {words[is_design][len(layers) == 1]}" for is_design, layers in groups.items()]
 
 
 def _of_several(cause: str) -> str:
@@ -81,12 +77,9 @@ def _floats(audit: Audit) -> list[LayerRun]:
 
 def _run(layers: tuple[LayerRun, ...]) -> str:
     """Describes layers without any float one."""
-    kinds = frozenset(layer.arithmetic for layer in layers)
-    numbers = {
-        frozenset({"integer"}): "in integers",
-        frozenset({"weight-only"}): "on low-bit weights and float activations",
-    }
-    return f"{'run' if len(layers) > 1 else 'runs'} {numbers.get(kinds, 'on low-bit numbers')}"
+    kinds = {layer.arithmetic for layer in layers}
+    words = {"integer": "in integers", "weight-only": "on low-bit weights and float activations"}
+    return f"run{'' if layers[1:] else 's'} {'on low-bit numbers' if len(kinds) > 1 else words[kinds.pop()]}"
 
 
 def _conversions(audit: Audit) -> list[str]:
@@ -104,8 +97,5 @@ def _conversions(audit: Audit) -> list[str]:
 def _counted(layers: tuple[LayerRun, ...] | list[LayerRun]) -> str:
     """`20 convolutions and 1 linear layer`."""
     counts = Counter(layer.kind for layer in layers)
-    return " and ".join(f"{count} {_plural(kind, count)}" for kind, count in counts.most_common())
-
-
-def _plural(kind: str, count: int) -> str:
-    return kind if count == 1 or kind.endswith("s") else f"{kind}s"
+    plural = {kind: kind if count == 1 or kind.endswith("s") else f"{kind}s" for kind, count in counts.items()}
+    return " and ".join(f"{count} {plural[kind]}" for kind, count in counts.most_common())

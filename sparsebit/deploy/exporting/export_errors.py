@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -15,7 +16,7 @@ from torch import fx, nn
 _LOGGERS = ("torch.onnx", "torch.export", "torch._export", "torch.fx", "onnxscript", "onnx_ir")
 _NUM_LINES = 4
 _ADVICE = {
-    "export": ("a dimension that the code compares or bakes in cannot be dynamic; a branch on data needs torch.cond"),
+    "export": "a dimension that the code compares or bakes in cannot be dynamic; a branch on data needs torch.cond",
     "convert": "write it in ops that ONNX has, or end the exported model before it",
 }
 
@@ -46,7 +47,7 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> s
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     text = _shortened(str(causes[-1]), inputs) or type(causes[-1]).__name__
-    frames = [frame for cause in causes for frame in _frames(cause)]
+    frames = [frame for cause in causes for frame, _ in traceback.walk_tb(cause.__traceback__)]
     if any("ConversionError" in type(cause).__name__ for cause in causes):
         op = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
         what = f"the op {op[1]} has no ONNX form" if op else f"an op has no ONNX form: {text}"
@@ -59,25 +60,11 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> s
 
 def _shortened(text: str, inputs: Sequence[str]) -> str:
     """The first lines, without advice to torch's developers; inputs by their names."""
-    text = text.partition("The following call raised this error")[0]
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not re.match(r"(Caused by|For (more|extended|C\+\+)|If you suspect|consider using)", line)
-    ]
-    kept = "\n".join(lines[:_NUM_LINES])
-    return re.sub(
-        r"inputs\['tensors'\]\[(\d+)\]",
-        lambda match: inputs[int(match[1])] if int(match[1]) < len(inputs) else match[0],
-        kept,
-    )
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
+    lines = text.partition("The following call raised this error")[0].splitlines()
+    advice = re.compile(r"(Caused by|For (more|extended|C\+\+)|If you suspect|consider using)")
+    kept = "\n".join([line for line in lines if line.strip() and not advice.match(line)][:_NUM_LINES])
+    names = dict(enumerate(inputs))
+    return re.sub(r"inputs\['tensors'\]\[(\d+)\]", lambda match: names.get(int(match[1]), match[0]), kept)
 
 
 def _module_place(frames: Sequence[FrameType], model: nn.Module) -> str:

@@ -6,18 +6,18 @@ The exporter attaches Python stack traces to every node: half of a small file, a
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsebit.deploy.exporting.qdq import ROLE_KEY, SITE_KEY, ExportedSite
 from sparsebit.deploy.onnx_graph.fusion_site import HEAVY
+from sparsebit.deploy.onnx_graph.ir_values import producer
 from sparsebit.deploy.onnx_graph.model_file import OWN_PRODUCER
+from sparsebit.deploy.onnx_graph.packages import ir
 from sparsebit.deploy.onnx_graph.qdq_graph import OFF_KEY
 from sparsebit.version import __version__
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _OWN = "sparsebit."
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -27,29 +27,23 @@ _ROOT = "module.model."  # the quantized model inside the exported call
 def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, str] | None = None) -> None:
     """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…).
 
-    `switched_off`: layers and modules that the config keeps in float, with the config key; it is stored at their
-    nodes.
+    `switched_off`: layers and modules that the config keeps in float, with the key that is stored at their nodes.
     """
-    import onnx_ir as ir
-
     taken: set[str | None] = set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         layer = _layer_of(node) or _note_off(node, switched_off or {})
         if layer is not None:
             node.name = layer
-            _name_bias(node, layer)
+            users = [user for user, _ in node.outputs[0].uses()]
+            if node.op_type == "MatMul" and len(users) == 1 and users[0].op_type == "Add":
+                users[0].name = f"{layer}/bias"
         elif node.name is not None and SITE_KEY not in node.metadata_props:
             node.name = node.name.removeprefix("node_")
         if node.name in taken:
             node.name = _free(str(node.name), taken)
         taken.add(node.name)
-        _strip(node)
-        for value in node.outputs:
-            _strip(value)
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        _strip(value)
-    for item in (model, model.graph):
-        _strip(item)
+        _strip(node, *node.outputs)
+    _strip(*model.graph.inputs, *model.graph.initializers.values(), model, model.graph)
     model.graph.name = "sparsebit"
     model.producer_name, model.producer_version = OWN_PRODUCER, __version__
     model.metadata_props.update({f"{_OWN}{key}": value for key, value in facts.items()})
@@ -57,8 +51,6 @@ def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, s
 
 def note_switched_off(model: ir.Model, switched_off: Mapping[str, str]) -> None:
     """Store at the nodes of these layers and modules the config key that keeps them in float, in place."""
-    import onnx_ir as ir
-
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         _note_off(node, switched_off)
 
@@ -72,9 +64,9 @@ def describe_sites(model: ir.Model, sites: Iterable[ExportedSite], more: Mapping
 def _layer_of(node: ir.Node) -> str | None:
     """The layer whose quantized weight the node reads."""
     for value in node.inputs[1:2] if node.op_type != "Gather" else node.inputs[:1]:
-        producer = value.producer() if value is not None else None
-        if producer is not None and producer.metadata_props.get(ROLE_KEY) == "weight":
-            return str(producer.metadata_props[SITE_KEY]).partition("#")[0].rpartition(".weight")[0]
+        maker = producer(value)
+        if maker is not None and maker.metadata_props.get(ROLE_KEY) == "weight":
+            return str(maker.metadata_props[SITE_KEY]).partition("#")[0].rpartition(".weight")[0]
     return None
 
 
@@ -92,21 +84,13 @@ def _note_off(node: ir.Node, switched_off: Mapping[str, str]) -> str | None:
     return paths[-1] if node.op_type in HEAVY else None
 
 
-def _name_bias(node: ir.Node, layer: str) -> None:
-    users = [user for user, _ in node.outputs[0].uses()]
-    if node.op_type == "MatMul" and len(users) == 1 and users[0].op_type == "Add":
-        users[0].name = f"{layer}/bias"
-
-
 def _free(name: str, taken: set[str | None]) -> str:
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
+    return next(free for number in itertools.count(2) if (free := f"{name}#{number}") not in taken)
 
 
-def _strip(item: Any) -> None:
-    for key in [key for key in item.metadata_props if not key.startswith(_OWN)]:
-        del item.metadata_props[key]
-    if getattr(item, "doc_string", None):
-        item.doc_string = None
+def _strip(*items: Any) -> None:
+    for item in items:
+        for key in [key for key in item.metadata_props if not key.startswith(_OWN)]:
+            del item.metadata_props[key]
+        if getattr(item, "doc_string", None):
+            item.doc_string = None

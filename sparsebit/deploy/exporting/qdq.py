@@ -10,29 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.deploy.exporting.to_onnx import DOMAIN, FLOAT8_TYPE, NO_AXIS, OP_TYPE
+from sparsebit.deploy.onnx_graph import number_types as types
 from sparsebit.deploy.onnx_graph.constant_folding import fold_constants
-from sparsebit.deploy.onnx_graph.number_types import (
-    ACTIVATION_WIDTHS,
-    BIAS_BITS,
-    BLOCK_OPSET,
-    FLOAT8,
-    Storage,
-    num_bits,
-    storage_for,
-)
+from sparsebit.deploy.onnx_graph.ir_values import stored
+from sparsebit.deploy.onnx_graph.model_file import remove_unused
+from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
+from sparsebit.deploy.onnx_graph.packages import ir
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics import float8
 from sparsebit.numerics.plain import aligned_shape, as_blocks
 from sparsebit.numerics.spec import PerGroup, pad_groups, scale_shape
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 SITE_KEY, ROLE_KEY, BITS_KEY = "sparsebit.site", "sparsebit.role", "sparsebit.bits"
 
@@ -62,8 +55,6 @@ def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool 
     `weight_widths`: the integer types, by bits, that the runtime reads for constants. `whole_groups`: a last group
     shorter than the others is an error.
     """
-    import onnx_ir as ir
-
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fake_quantize(node)]
     fold_constants(model, [value for node in nodes for value in node.inputs], stop=_is_fake_quantize)
     ports = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
@@ -71,13 +62,11 @@ def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool 
     sites = []
     for node in nodes:
         site = _Site.read(node, names, ports)
-        x = node.inputs[0]
-        assert x is not None
-        if x.const_value is None:
+        if stored(node.inputs[0]) is None:
             sites.append(_lower(model, node, site))
         else:
             sites.append(_lower_constant(model, node, site, weight_widths, whole_groups))
-    _sweep(model)
+    remove_unused(model)
     model.opset_imports.pop(DOMAIN, None)
     return sites
 
@@ -87,7 +76,7 @@ def required_opset(sites: Iterable[tuple[int, int, int, bool]], weight_widths: f
     needed = 13
     for qmin, qmax, group, is_constant in sites:
         widths = weight_widths if is_constant else ACTIVATION_WIDTHS
-        needed = max(needed, storage_for(qmin, qmax, widths, "").opset, BLOCK_OPSET if group else 0)
+        needed = max(needed, storage_for(qmin, qmax, widths, "").opset, types.BLOCK_OPSET if group else 0)
     return needed
 
 
@@ -121,12 +110,8 @@ class _Site:
         return _Site(name, _role(tag), scale, zero_point, axis, group, qmin, qmax)
 
     @property
-    def numbers(self) -> tuple[Tensor, Tensor]:
-        return self.scale, self.zero_point
-
-    @property
     def bits(self) -> int:
-        return FLOAT8.width if self.is_float8 else num_bits(self.qmin, self.qmax)
+        return FLOAT8.width if self.is_float8 else types.num_bits(self.qmin, self.qmax)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -173,7 +158,7 @@ def _lower_constant(
     scale, zero_point = _parameters(model, site, storage, weight.shape)
     # A linear's zero point is written even if it is 0: without it ORT leaves a Gemm in float. All others would be
     # several per cent of a small file.
-    is_linear = weight.ndim == 2 and site.bits < BIAS_BITS and not site.is_float8
+    is_linear = weight.ndim == 2 and site.bits < types.BIAS_BITS and not site.is_float8
     inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
     _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
     return site.exported(storage, f"{site.name}/codes", axis)
@@ -205,12 +190,11 @@ def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
             for name, end in (("low", site.qmin), ("high", site.qmax))
         )
         if axis is None:
-            steps.append(("Clip", f"{site.name}/clip", [low, high], {}))
+            steps = [("Clip", f"{site.name}/clip", [low, high], {})]
         else:
-            steps.append(("Max", f"{site.name}/clip_low", [low], {}))
-            steps.append(("Min", f"{site.name}/clip_high", [high], {}))
-    steps.append(("QuantizeLinear", f"{site.name}/q", [scale, zero_point], attributes))
-    steps.append(("DequantizeLinear", f"{site.name}/dq", [scale, zero_point], attributes))
+            steps = [("Max", f"{site.name}/clip_low", [low], {}), ("Min", f"{site.name}/clip_high", [high], {})]
+    for op_type, suffix in (("QuantizeLinear", "q"), ("DequantizeLinear", "dq")):
+        steps.append((op_type, f"{site.name}/{suffix}", [scale, zero_point], attributes))
     _replace(node, steps, site, storage)
     return site.exported(storage, f"{site.name}/codes", axis)
 
@@ -219,8 +203,6 @@ def _replace(
     node: ir.Node, steps: list[tuple[str, str, list[ir.Value], dict[str, int]]], site: _Site, storage: Storage
 ) -> None:
     """Replace the node by a chain of steps. Half precision computes in float32, as the simulation does."""
-    import onnx_ir as ir
-
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None and node.graph is not None
     kind = ir.DataType.FLOAT if y.dtype is None else y.dtype
@@ -233,20 +215,12 @@ def _replace(
     value: ir.Value | None = None if starts_stored else x
     new: list[ir.Node] = []
     for op_type, name, inputs, attributes in chain:
-        made = ir.node(
-            op_type,
-            [*([value] if value is not None else []), *inputs],
-            attributes,
-            name=name,
-            metadata_props=site.metadata,
-        )
-        value = made.outputs[0]
-        value.name, value.shape = name, y.shape
+        read = inputs if value is None else [value, *inputs]
+        new.append(ir.node(op_type, read, attributes, name=name, metadata_props=site.metadata))
         is_codes = op_type == "QuantizeLinear"
+        value = new[-1].outputs[0]
+        value.name, value.shape = f"{site.name}/codes" if is_codes else name, y.shape
         value.dtype = ir.DataType[storage.name] if is_codes else ir.DataType.FLOAT
-        if is_codes:
-            value.name = f"{site.name}/codes"
-        new.append(made)
     assert value is not None
     value.dtype = kind
     node.graph.insert_before(node, new)
@@ -275,7 +249,8 @@ def _parameters(model: ir.Model, site: _Site, storage: Storage, shape: Sequence[
     form: tuple[int, ...] = () if axis is None else (max(site.scale.numel(), site.zero_point.numel()),)
     if axis is not None and site.group:
         form = scale_shape(shape, PerGroup(axis, site.group))
-    scale, zero_point = (p.reshape(()).expand(form) if p.numel() == 1 else p.reshape(form) for p in site.numbers)
+    numbers = (site.scale, site.zero_point)
+    scale, zero_point = (p.reshape(()).expand(form) if p.numel() == 1 else p.reshape(form) for p in numbers)
     return (
         _initializer(model, f"{site.name}/scale", scale, "FLOAT"),
         _initializer(model, f"{site.name}/zero_point", zero_point.to(torch.int64), storage.name),
@@ -283,8 +258,6 @@ def _parameters(model: ir.Model, site: _Site, storage: Storage, shape: Sequence[
 
 
 def _initializer(model: ir.Model, name: str, value: Tensor, kind: str) -> ir.Value:
-    import onnx_ir as ir
-
     dtype = ir.DataType[kind]
     tensor = ir.Tensor(value.detach().cpu().contiguous().numpy().astype(dtype.numpy()), dtype=dtype, name=name)
     initializer = ir.Value(name=name, const_value=tensor, type=ir.TensorType(dtype), shape=ir.Shape(tensor.shape))
@@ -297,31 +270,23 @@ def _is_fake_quantize(node: ir.Node) -> bool:
 
 
 def _tensor(value: Any, site: str) -> Tensor:
-    if value is None or value.const_value is None:
+    array = stored(value)
+    if array is None:
         raise DeploymentError(
             f"{site}: its scale or zero point is computed while the model runs; a file needs constants there "
             "(a custom quantizer must return them from qparams())"
         )
-    array = value.const_value.numpy()
     return torch.from_numpy(array.astype("float32") if array.dtype.name == "bfloat16" else array.copy())
 
 
 def _shape(value: ir.Value, site: _Site) -> tuple[int, ...]:
     """The sizes, 0 if they are free; for a tensor with one scale no sizes are needed."""
-    if value.shape is None and site.axis is not None:
-        raise DeploymentError(f"{site.name}: a scale per channel for a tensor whose number of dimensions is not known")
     shape = tuple(size if isinstance(size, int) else 0 for size in value.shape or ())
-    if site.group and not all(shape):
-        raise DeploymentError(f"{site.name}: a scale per group for a tensor with dynamic dimensions")
+    if (value.shape is None and site.axis is not None) or (site.group and not all(shape)):
+        raise DeploymentError(f"{site.name}: several scales for a tensor with dynamic dimensions")
     return shape
 
 
 def _role(tag: str) -> str:
     parts = [part for part in tag.split(".") if part in ("input", "weight", "output", "shared", "gate", "bias")]
     return parts[-1] if parts else "input"
-
-
-def _sweep(model: ir.Model) -> None:
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    RemoveUnusedNodesPass()(model)

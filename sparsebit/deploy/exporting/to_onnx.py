@@ -18,7 +18,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,11 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.deploy.exporting.export_errors import export_fault, quiet
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes, apart, dynamic_shapes, named, rename_ports
+from sparsebit.deploy.onnx_graph.packages import ir, onnx
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.graph.nodes.example import guard
 from sparsebit.numerics import float8
 from sparsebit.numerics.fake_quant.operator import OPERATOR
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 DOMAIN, OP_TYPE, FLOAT8_TYPE = "sparsebit", "FakeQuantize", "FakeFloat8"
 NO_AXIS = -(1 << 20)  # ONNX attributes have no None
@@ -64,11 +62,14 @@ def to_onnx(
     their own (`batch.ids`, `pair.0`); all else in the call is fixed in the file.
     """
     options = options or OnnxOptions()
-    _require("onnx", "onnxscript", "onnx_ir")
+    for package in ("onnx", "onnxscript", "onnx_ir"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package.replace("_", "-"), "onnx", "exporting to ONNX")
     call = _Call(module, args, dict(kwargs))
     inputs = named(call.input_paths(signature), options.input_names, "input_names")
     with torch.no_grad():
-        outputs = named(call.output_paths(), options.output_names, "output_names")
+        paths = [path or "output" for path, _ in call.outputs(call.tensors)]
+        outputs = named(paths, options.output_names, "output_names")
     outputs = apart(inputs, outputs, len(options.output_names or ()))
     shapes = dynamic_shapes(inputs, call.tensors, options.dynamic_axes or {}, outputs)
     with contextlib.nullcontext() if options.verbose else quiet(), torch.no_grad(), branches_on_sizes() as branches:
@@ -87,9 +88,8 @@ def to_onnx(
             raise DeploymentError(export_fault(error, module, inputs)) from error
     for line in branches:
         warnings.warn(
-            f"export_onnx: the model branches on a size that dynamic_axes leaves open, at {line}; the file takes "
-            "the branch of the example alone, and is wrong for sizes that would take another: leave that dimension "
-            "out of dynamic_axes, or feed only sizes that take the same branch",
+            f"export_onnx: the model branches on a size that dynamic_axes leaves open, at {line}; the file takes the "
+            "example's branch and is wrong for sizes that would take another: leave that dimension out of dynamic_axes",
             stacklevel=4,
         )
     model: ir.Model = program.model
@@ -144,13 +144,9 @@ class _Call(nn.Module):
         self.training = module.training
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        return [leaf for _, leaf in self._outputs(tensors)]
+        return [leaf for _, leaf in self.outputs(tensors)]
 
-    def output_paths(self) -> list[str]:
-        """Names for the outputs; runs the model on the example."""
-        return [path or "output" for path, _ in self._outputs(self.tensors)]
-
-    def _outputs(self, tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    def outputs(self, tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         leaves = list(self.leaves)
         for index, tensor in zip(self.places, tensors, strict=True):
             leaves[index] = tensor
@@ -177,49 +173,45 @@ class _Call(nn.Module):
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Leaves with readable paths; mappings of any kind (a transformers output too) and dataclasses are entered."""
+    before, numbered = (f"{path}.", f"{path}.") if path else ("", "output.")
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
-        for key in value.keys():  # noqa: SIM118 (not every mapping-like thing iterates over its keys)
-            yield from _leaves(value[key], f"{path}.{key}" if path else str(key))
+        inner = [(f"{before}{key}", value[key]) for key in value.keys()]  # noqa: SIM118 (mapping-like things too)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for key in value._fields:
-            yield from _leaves(getattr(value, key), f"{path}.{key}" if path else key)
+        inner = [(f"{before}{key}", getattr(value, key)) for key in value._fields]
     elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}" if path else f"output.{index}")
+        inner = [(f"{numbered}{index}", item) for index, item in enumerate(value)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+        inner = [(f"{before}{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
     else:
         leaves = pytree.tree_leaves(value)
         if len(leaves) == 1 and leaves[0] is value:
             yield path, value
         else:  # a class that the user registered
-            yield from ((f"{path}.{index}" if path else f"output.{index}", leaf) for index, leaf in enumerate(leaves))
+            yield from ((f"{numbered}{index}", leaf) for index, leaf in enumerate(leaves))
+        return
+    for place, item in inner:
+        yield from _leaves(item, place)
 
 
 def _key(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
+    return str(next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), entry))
 
 
 def _node(op_type: str, parameters: Sequence[str], numbers: Sequence[str]) -> Any:
     """Our own operator `op_type(x, *parameters)`, with whole numbers and the site's tag as attributes."""
-    import onnx
     import onnxscript
 
     schema = onnx.defs.OpSchema
     floats = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16")]
     definition = schema(
-        op_type,
-        DOMAIN,
-        1,
+        *(op_type, DOMAIN, 1),
         inputs=[schema.FormalParameter("x", "T"), *(schema.FormalParameter(name, "S") for name in parameters)],
         outputs=[schema.FormalParameter("y", "T")],
         type_constraints=[("T", floats, ""), ("S", floats, "")],
-        attributes=[schema.Attribute(name, schema.AttrType.INT, "") for name in numbers]
-        + [schema.Attribute("tag", schema.AttrType.STRING, "")],
+        attributes=[
+            *(schema.Attribute(name, schema.AttrType.INT, "") for name in numbers),
+            schema.Attribute("tag", schema.AttrType.STRING, ""),
+        ],
     )
     return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), op_type, definition)
 
@@ -242,12 +234,6 @@ def _translation() -> Any:
         return node(x, scale, zero_point, axis=place, group_size=group_size, qmin=qmin, qmax=qmax, tag=tag)
 
     return translate
-
-
-def _require(*packages: str) -> None:
-    missing = next((package for package in packages if importlib.util.find_spec(package) is None), None)
-    if missing is not None:
-        raise MissingExtraError(missing.replace("_", "-"), "onnx", "exporting to ONNX")
 
 
 # --- branches on dynamic sizes: a file holds the branch that the example takes, for every size

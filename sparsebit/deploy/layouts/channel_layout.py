@@ -9,25 +9,23 @@ joined with zeros between them. All other codes stay the same.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from sparsebit.deploy.layouts.channel_sets import ChannelSet, channel_sets
 from sparsebit.deploy.layouts.stored_convolution import StoredConvolution
-from sparsebit.deploy.onnx_graph.initializers import stored_once
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from sparsebit.deploy.onnx_graph.ir_values import become, producer, remove_unread, stored_once
+from sparsebit.deploy.onnx_graph.packages import ir, numpy
 
 _DEPTHWISE, _FEWEST = 16, 12  # with fewer channels, the work on zeros costs as much as the kernel gains
 _DENSE = 4
 _GROUP, _MOST_DENSE = 32, 64  # the target width of groups; up to _MOST_DENSE channels one group is as fast
 _FEW_TAPS, _TAPS, _FEW_OUTPUTS = 25, 49, 32  # larger kernels read an image as fast with 3 channels
-_PADS = "channel_layout/pads"
 
 
 def lay_out_channels(model: ir.Model) -> None:
     """Widen sets of values and groups of convolutions that run in integers, in place."""
-    if any(_has_graphs(node) for node in model.graph):
+    if any(
+        attribute.type.name in ("GRAPH", "GRAPHS") for node in model.graph for attribute in node.attributes.values()
+    ):
         return  # these nodes may read any value
     found = [StoredConvolution.read(node) for node in model.graph if node.op_type == "Conv"]
     layers = [layer for layer in found if layer is not None]
@@ -38,12 +36,9 @@ def lay_out_channels(model: ir.Model) -> None:
     for layer in layers:
         if layer.is_integer and (count := _joined_groups(layer, can_grow=False)) > 1:
             layer.join_groups(count)
-        if layer.is_integer and layer.is_dense and _gains_from_pad(layer):
+        most_taps = _TAPS if layer.num_outputs >= _FEW_OUTPUTS else _FEW_TAPS
+        if layer.is_integer and layer.is_dense and layer.group_inputs < _DENSE and layer.num_taps <= most_taps:
             _pad_input(model, layer)
-
-
-def _has_graphs(node: ir.Node) -> bool:
-    return any(attribute.type.name in ("GRAPH", "GRAPHS") for attribute in node.attributes.values())
 
 
 def _multiple(channels: ChannelSet) -> int:
@@ -73,37 +68,23 @@ def _joined_groups(layer: StoredConvolution, *, can_grow: bool) -> int:
     return max(count for count in range(1, min(wanted, groups) + 1) if groups % count == 0)
 
 
-def _gains_from_pad(layer: StoredConvolution) -> bool:
-    """Whether it reads an image with a small kernel."""
-    most = _TAPS if layer.num_outputs >= _FEW_OUTPUTS else _FEW_TAPS
-    return layer.group_inputs < _DENSE and layer.num_taps <= most
-
-
 def _pad_input(model: ir.Model, layer: StoredConvolution) -> None:
     """Pad the codes of an image (1 to 3 channels) before the layer; zero weights read the added channels."""
-    import numpy
-    import onnx_ir as ir
-
     x = layer.node.inputs[0]
-    dequantize = None if x is None else x.producer()
+    dequantize = producer(x)
     codes = None if dequantize is None else dequantize.inputs[0]
     if x is None or x.shape is None or dequantize is None or codes is None:
         return
     count = _DENSE - layer.group_inputs
-    pads = stored_once(model, f"{_PADS}/{count}", numpy.array([0, 0, 0, 0, 0, count, 0, 0], dtype=numpy.int64))
+    amounts = numpy.array([0, 0, 0, 0, 0, count, 0, 0], dtype=numpy.int64)
+    pads = stored_once(model, f"channel_layout/pads/{count}", amounts)
     pad = ir.node("Pad", [codes, pads], name=f"{layer.node.name}/channels")
-    again = ir.node(
-        dequantize.op_type,
-        [pad.outputs[0], *dequantize.inputs[1:]],
-        {key: attribute.value for key, attribute in dequantize.attributes.items()},
-        name=f"{pad.name}/dq",
-        metadata_props=dict(dequantize.metadata_props),
-    )
-    shape = ir.Shape([x.shape[0], _DENSE, *list(x.shape)[2:]])
+    attributes = {key: attribute.value for key, attribute in dequantize.attributes.items()}
+    inputs, note = [pad.outputs[0], *dequantize.inputs[1:]], dict(dequantize.metadata_props)
+    again = ir.node(dequantize.op_type, inputs, attributes, name=f"{pad.name}/dq", metadata_props=note)
     for node, like in ((pad, codes), (again, x)):
-        node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = node.name, shape, like.type
+        become(node.outputs[0], like, node.name).shape = ir.Shape([x.shape[0], _DENSE, *list(x.shape)[2:]])
     model.graph.insert_before(layer.node, [pad, again])
     layer.node.replace_input_with(0, again.outputs[0])
     layer.add_inputs(count)
-    if not x.uses() and not x.is_graph_output():
-        model.graph.remove(dequantize, safe=True)
+    remove_unread(model, dequantize)

@@ -6,15 +6,11 @@ treat each channel independently fixes the sets that it touches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sparsebit.deploy.layouts.stored_convolution import StoredConvolution
+from sparsebit.deploy.onnx_graph.packages import ir
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 # Ops that compute each channel independently, with the same settings for all; their result for 0 is finite.
 _BY_ITSELF = frozenset(
@@ -39,11 +35,7 @@ class ChannelSet:
         return _channels(self.values[0])
 
     def widen(self, count: int) -> None:
-        """Add channels after the others; they are zero where they are computed, and have zero weights where they are
-        read.
-        """
-        import onnx_ir as ir
-
+        """Add channels after the others: zero where they are computed, with zero weights where they are read."""
         channels = self.num_channels + count
         for layer in self.makers:
             layer.add_outputs(count)
@@ -61,9 +53,8 @@ def channel_sets(model: ir.Model, layers: list[StoredConvolution]) -> list[Chann
     finder = _Finder({id(layer.node): layer for layer in layers})
     for node in model.graph:
         finder.add(node)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        finder.fix(value)
-    return list(finder.sets())
+    finder.fix(*model.graph.inputs, *model.graph.outputs)
+    return list({id(found): found for found in finder.sets.values()}.values())
 
 
 class _Finder:
@@ -71,42 +62,31 @@ class _Finder:
 
     def __init__(self, layers: dict[int, StoredConvolution]) -> None:
         self._layers = layers
-        self._sets: dict[int, ChannelSet] = {}
+        self.sets: dict[int, ChannelSet] = {}
 
-    def sets(self) -> Iterator[ChannelSet]:
-        seen: set[int] = set()
-        for found in self._sets.values():
-            if id(found) not in seen:
-                seen.add(id(found))
-                yield found
-
-    def fix(self, value: ir.Value | None) -> None:
-        if value is not None and _is_image(value):
-            self._of(value).is_fixed = True
+    def fix(self, *values: ir.Value | None) -> None:
+        for value in values:
+            if value is not None and _is_image(value):
+                self._of(value).is_fixed = True
 
     def add(self, node: ir.Node) -> None:
         layer = self._layers.get(id(node))
         images = [value for value in (*node.inputs, *node.outputs) if value is not None and _is_image(value)]
+        others_are_single = all(value is None or _is_single(value) for value in node.inputs[1:])
         if layer is not None and all(map(_is_image, layer.ends)):
-            self._add_layer(layer, *layer.ends)
-        elif node.op_type in _BY_ITSELF and len(images) == 2 and _are_single(node.inputs[1:]):
+            x, y = layer.ends
+            if layer.is_dense:
+                self._of(x).readers.append(layer)
+                self._of(y).makers.append(layer)
+            elif layer.is_square:
+                self._join(x, y)
+                self._of(x).through.append(layer)
+            else:
+                self.fix(x, y)
+        elif node.op_type in _BY_ITSELF and len(images) == 2 and others_are_single:
             self._join(*images)
-        elif node.op_type in _OF_SEVERAL and _is_image(node.outputs[0]) and self._joins_several(node):
-            pass
-        else:
-            for value in images:
-                self._of(value).is_fixed = True
-
-    def _add_layer(self, layer: StoredConvolution, x: ir.Value, y: ir.Value) -> None:
-        if layer.is_dense:
-            self._of(x).readers.append(layer)
-            self._of(y).makers.append(layer)
-        elif layer.is_square:
-            self._join(x, y)
-            self._of(x).through.append(layer)
-        else:
-            self.fix(x)
-            self.fix(y)
+        elif not (node.op_type in _OF_SEVERAL and _is_image(node.outputs[0]) and self._joins_several(node)):
+            self.fix(*images)
 
     def _joins_several(self, node: ir.Node) -> bool:
         """Whether every operand has the channels of the result, or is a single number; if so, they are joined."""
@@ -119,9 +99,7 @@ class _Finder:
         return True
 
     def _of(self, value: ir.Value) -> ChannelSet:
-        if id(value) not in self._sets:
-            self._sets[id(value)] = ChannelSet([value])
-        return self._sets[id(value)]
+        return self.sets.setdefault(id(value), ChannelSet([value]))
 
     def _join(self, a: ir.Value, b: ir.Value) -> None:
         kept, gone = self._of(a), self._of(b)
@@ -133,14 +111,13 @@ class _Finder:
         kept.through += gone.through
         kept.is_fixed |= gone.is_fixed or _channels(a) != _channels(b)
         for value in gone.values:
-            self._sets[id(value)] = kept
+            self.sets[id(value)] = kept
 
 
 def _is_image(value: ir.Value) -> bool:
     """Whether the value is computed and has channels: (batch, channels, height, width)."""
     shape = value.shape
-    is_computed = value.const_value is None
-    return is_computed and shape is not None and len(shape) == 4 and isinstance(shape[1], int)
+    return value.const_value is None and shape is not None and len(shape) == 4 and isinstance(shape[1], int)
 
 
 def _channels(value: ir.Value) -> int:
@@ -152,7 +129,3 @@ def _is_single(value: ir.Value) -> bool:
     """Whether the value is a single number that combines with any shape."""
     shape = value.shape
     return shape is not None and len(shape) < 2 and all(size == 1 for size in shape)
-
-
-def _are_single(values: Sequence[ir.Value | None]) -> bool:
-    return all(value is None or _is_single(value) for value in values)

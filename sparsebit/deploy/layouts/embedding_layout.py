@@ -7,26 +7,20 @@ a scale per row after the Gather, so its two steps are written out: Cast and Mul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sparsebit.deploy.exporting.qdq import ROLE_KEY
-from sparsebit.deploy.onnx_graph.initializers import stored_once
+from sparsebit.deploy.onnx_graph.ir_values import producer, put_instead, remove_unread, stored, stored_once
 from sparsebit.deploy.onnx_graph.number_types import FLOAT8
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from sparsebit.deploy.onnx_graph.packages import ir, numpy
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE
 
 
 def lay_out_embeddings(model: ir.Model) -> None:
     """Gather(DequantizeLinear(codes), ids) -> (Gather(codes, ids) - zero point) * Gather(scale, ids), in place."""
     for node in list(model.graph):
-        table = node.inputs[0] if node.op_type == "Gather" else None
-        dequantize = table.producer() if table is not None else None
-        if dequantize is None or not _fits(node, dequantize):
-            continue
-        _rewrite(model, node, dequantize)
-        if not dequantize.outputs[0].uses():
-            model.graph.remove(dequantize, safe=True)
+        dequantize = producer(node.inputs[0], DEQUANTIZE) if node.op_type == "Gather" else None
+        if dequantize is not None and _fits(node, dequantize):
+            _rewrite(model, node, dequantize)
+            remove_unread(model, dequantize)
 
 
 def _fits(gather: ir.Node, dequantize: ir.Node) -> bool:
@@ -34,21 +28,15 @@ def _fits(gather: ir.Node, dequantize: ir.Node) -> bool:
 
     ONNX Runtime gathers neither 8-bit floats nor integers of fewer than 8 bits.
     """
-    if dequantize.op_type != "DequantizeLinear" or dequantize.metadata_props.get(ROLE_KEY) != "weight":
+    codes = dequantize.inputs[0].const_value if dequantize.inputs[0] is not None else None
+    if codes is None or len(codes.shape) != 2 or dequantize.metadata_props.get(ROLE_KEY) != "weight":
         return False
-    codes, axis = dequantize.inputs[0], gather.attributes.get("axis")
-    if codes is None or codes.const_value is None or len(codes.const_value.shape) != 2:
-        return False
-    if codes.const_value.dtype.name == FLOAT8.name or codes.const_value.dtype.bitwidth < 8:
-        return False
-    axes = (axis, dequantize.attributes.get("axis"))
-    return "block_size" not in dequantize.attributes and all(one is None or one.as_int() == 0 for one in axes)
+    axes = [node.attributes["axis"].as_int() for node in (gather, dequantize) if "axis" in node.attributes]
+    is_readable = codes.dtype.name != FLOAT8.name and codes.dtype.bitwidth >= 8
+    return is_readable and "block_size" not in dequantize.attributes and not any(axes)
 
 
 def _rewrite(model: ir.Model, gather: ir.Node, dequantize: ir.Node) -> None:
-    import numpy
-    import onnx_ir as ir
-
     codes, scale, *rest = dequantize.inputs
     ids, output, name = gather.inputs[1], gather.outputs[0], dequantize.name
     assert codes is not None and scale is not None and ids is not None
@@ -72,12 +60,8 @@ def _rewrite(model: ir.Model, gather: ir.Node, dequantize: ir.Node) -> None:
 
     numbers = add("Cast", [add("Gather", [codes, ids], {"axis": 0}, "codes")], {"to": int(ir.DataType.FLOAT)}, "float")
     zero_point = rest[0] if rest else None
-    if zero_point is not None and zero_point.const_value is not None and zero_point.const_value.numpy().any():
+    if zero_point is not None and zero_point.const_value is not None and stored(zero_point).any():
         shift = add("Cast", [row_wise(zero_point, "zero_point")], {"to": int(ir.DataType.FLOAT)}, "shift")
         numbers = add("Sub", [numbers, shift], None, "shifted")
-    value = add("Mul", [numbers, row_wise(scale, "scale")], None, "value")
-    value.shape, value.type = output.shape, output.type
-    model.graph.insert_before(gather, new)
-    value.name = output.name
-    ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
-    model.graph.remove(gather, safe=True)
+    add("Mul", [numbers, row_wise(scale, "scale")], None, "value")
+    put_instead(model, gather, new)

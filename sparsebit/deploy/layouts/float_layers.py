@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsebit.deploy.exporting.qdq import ROLE_KEY
-from sparsebit.deploy.onnx_graph.initializers import stored_once
+from sparsebit.deploy.onnx_graph.ir_values import become, is_single, producer, remove_unread, stored, stored_once
+from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, OFF_KEY, QUANTIZE
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # How many of an op's inputs are data.
@@ -48,20 +46,16 @@ def keep_float_biases(model: ir.Model) -> None:
     """Insert a Max after layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
     for layer in list(model.graph):
         x = _dequantize_of(layer.inputs[0]) if layer.op_type in _LAYERS else None
-        if x is None or (
-            layer.op_type == "MatMul" and not (_is_constant(layer.inputs[1]) or _is_stored(layer.inputs[1]))
-        ):
+        if x is None or (layer.op_type == "MatMul" and not _has_weight(layer.inputs[1])):
             continue
         output, bias = _biased(layer)
-        steps = [_numbers(node.inputs[1]) for node in _quantizes(output)]
-        if not steps:
+        step = min((float(_numbers(node.inputs[1]).min()) for node in _quantizes(output)), default=None)
+        if step is None:
             continue
-        if _is_quantized(layer.inputs[1]):
-            step = min(float(one.min()) for one in steps)
-            if bias is None or _bias_error(bias, x, layer.inputs[1]) <= _BIAS_ERROR * step:
-                continue
-        uses = list(output.uses())
-        kept = _unfused(model, output)
+        is_quantized = _is_quantized(layer.inputs[1])
+        if is_quantized and (bias is None or _bias_error(bias, x, layer.inputs[1]) <= _BIAS_ERROR * step):
+            continue
+        uses, kept = list(output.uses()), _unfused(model, output)
         for reader, index in uses:
             reader.replace_input_with(index, kept)
 
@@ -82,8 +76,6 @@ def _biased(layer: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 def _bias_error(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> float:
     """The change of the bias when it is rounded to int32 with the product of both scales."""
-    import numpy
-
     _, dequantize = _origin(weight, _CASTS)
     if dequantize is None or "block_size" in dequantize.attributes:
         return math.inf
@@ -94,8 +86,7 @@ def _bias_error(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> float:
 
 
 def _numbers(value: ir.Value | None) -> Any:
-    assert value is not None and value.const_value is not None
-    return value.const_value.numpy().astype("float64")
+    return stored(value).astype("float64")
 
 
 def _keep_layers(model: ir.Model) -> None:
@@ -115,8 +106,7 @@ def _keep_layers(model: ir.Model) -> None:
         if (x, scale) not in dequantized:
             dequantized[x, scale] = _apart(model, x, source)
         layer.replace_input_with(0, dequantized[x, scale])
-        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
-            model.graph.remove(source, safe=True)
+        remove_unread(model, source)
 
 
 def _keep_ops(model: ir.Model) -> None:
@@ -126,7 +116,7 @@ def _keep_ops(model: ir.Model) -> None:
         data = op.inputs[: _OPS.get(op.op_type, 0)]
         if not data or any(_dequantize_of(x) is None for x in data):
             continue
-        if op.op_type == "MatMul" and any(_is_constant(x) or _is_stored(x) for x in data):
+        if op.op_type == "MatMul" and any(map(_has_weight, data)):
             continue  # a layer with a weight: quantized, or kept above
         roles = {node.metadata_props.get(ROLE_KEY) for node in _quantizes(op.outputs[0])}
         # A mean over images (`x.mean((2, 3))`) has no site, and the integer kernel computes the same numbers.
@@ -153,11 +143,9 @@ def _quantizes(value: ir.Value) -> Iterator[ir.Node]:
 
 def _origin(value: ir.Value | None, ops: Set[str]) -> tuple[ir.Value | None, ir.Node | None]:
     """The value before a chain of these ops, and its producer."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type in ops and len(node.outputs) == 1:
+    while (node := producer(value, *ops)) is not None and len(node.outputs) == 1:
         value = node.inputs[0]
-        node = value.producer() if value is not None else None
-    return value, node
+    return value, producer(value)
 
 
 def _is_constant(weight: ir.Value | None) -> bool:
@@ -170,25 +158,20 @@ def _is_quantized(weight: ir.Value | None) -> bool:
     return node is not None and node.op_type == DEQUANTIZE
 
 
-def _is_stored(x: ir.Value | None) -> bool:
-    """Whether `x` is dequantized from numbers that the file stores."""
+def _has_weight(x: ir.Value | None) -> bool:
+    """Whether `x` is constant, or dequantized from numbers that the file stores."""
     source = _dequantize_of(x)
-    return source is not None and source.inputs[0] is not None and source.inputs[0].const_value is not None
+    return _is_constant(x) or (source is not None and stored(source.inputs[0]) is not None)
 
 
 def _dequantize_of(x: ir.Value | None) -> ir.Node | None:
     """The DequantizeLinear of one scale whose grid `x` is still on."""
     _, node = _origin(x, _TRAVELS)
-    if node is None or node.op_type != DEQUANTIZE:
-        return None
-    scale = node.inputs[1].const_value if node.inputs[1] is not None else None
-    return node if scale is not None and scale.size == 1 else None
+    return node if node is not None and node.op_type == DEQUANTIZE and is_single(node.inputs[1]) else None
 
 
 def _apart(model: ir.Model, x: ir.Value, source: ir.Node) -> ir.Value:
     """The numbers of `x`, dequantized separately; values moved after its DequantizeLinear become integers again."""
-    import onnx_ir as ir
-
     axis = next((dim for dim in (1, *range(len(x.shape or ()))) if _size(x, dim) > 1), None)
     if axis is None:  # no axis to repeat a scale along: an op that changes no number prevents the fusion
         return _unfused(model, x)
@@ -200,7 +183,12 @@ def _apart(model: ir.Model, x: ir.Value, source: ir.Node) -> ir.Value:
         codes = _add(model, x, QUANTIZE, [x, *grid], f"{name}/q", x, note)
         codes.type = ir.TensorType(kind)
         name = f"{name}/dq"
-    grid = [_repeated(model, value, _size(x, axis)) for value in grid]
+    size = _size(x, axis)
+    grid = [
+        stored_once(model, f"{one.name}/{size}", numpy.repeat(stored(one).reshape(-1), size), one.const_value.dtype)
+        for one in grid
+        if one.const_value is not None
+    ]
     return _add(model, codes, DEQUANTIZE, [codes, *grid], name, x, note, {"axis": axis})
 
 
@@ -214,38 +202,22 @@ def _add(
     metadata: dict[str, str],
     attributes: dict[str, int] | None = None,
 ) -> ir.Value:
-    import onnx_ir as ir
-
     node = ir.node(op_type, inputs, attributes, name=name, metadata_props=metadata)
-    value = node.outputs[0]
-    value.name, value.shape, value.type = name, like.shape, like.type
-    producer = behind.producer()
-    if producer is None:
+    maker = producer(behind)
+    if maker is None:
         model.graph.insert_before(model.graph[0], node)
     else:
-        model.graph.insert_after(producer, node)
-    return value
-
-
-def _repeated(model: ir.Model, value: ir.Value, size: int) -> ir.Value:
-    import numpy
-
-    assert value.const_value is not None
-    array = numpy.repeat(value.const_value.numpy().reshape(-1), size)
-    return stored_once(model, f"{value.name}/{size}", array, value.const_value.dtype)
+        model.graph.insert_after(maker, node)
+    return become(node.outputs[0], like, name)
 
 
 def _unfused(model: ir.Model, x: ir.Value) -> ir.Value:
     """The same numbers after a Max with the lowest float, which no integer kernel fuses."""
-    import numpy
-
     lowest = stored_once(model, "sparsebit/lowest", numpy.array(numpy.finfo(numpy.float32).min))
     return _add(model, x, "Max", [x, lowest], f"{x.name}/float", x, {})
 
 
 def _size(x: ir.Value, axis: int) -> int:
     """The size, or 0 if it is free or unknown."""
-    if x.shape is None or axis >= len(x.shape):
-        return 0
-    size = x.shape[axis]
+    size = x.shape[axis] if x.shape is not None and axis < len(x.shape) else None
     return size if isinstance(size, int) else 0

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sparsebit.deploy.onnx_graph.ir_values import producer
+from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _INTEGERS = ("INT8", "UINT8")
 _ABSORBED = ("Relu", "Clip")
@@ -65,8 +64,8 @@ class StoredConvolution:
 
     @property
     def num_taps(self) -> int:
-        """Positions of the kernel: height times width."""
-        return int(math.prod(_array(self.weight).shape[2:]))
+        """Height times width of the kernel."""
+        return math.prod(_array(self.weight).shape[2:])
 
     @property
     def group_outputs(self) -> int:
@@ -89,7 +88,8 @@ class StoredConvolution:
     def is_integer(self) -> bool:
         """Whether a runtime can compute it in integers: input, weight and result are quantized."""
         x, weight = self.node.inputs[0], self.node.inputs[1]
-        if weight is self.weight or _dtype(self.weight) not in _INTEGERS or _maker(x) != DEQUANTIZE:
+        kind = self.weight.const_value
+        if weight is self.weight or kind is None or kind.dtype.name not in _INTEGERS or not producer(x, DEQUANTIZE):
             return False
         users = [user for user, _ in self.node.outputs[0].uses()]
         if len(users) == 1 and users[0].op_type in _ABSORBED:
@@ -98,9 +98,9 @@ class StoredConvolution:
 
     def add_outputs(self, count: int) -> None:
         """Add output channels, after the others, that are zero for every input."""
-        _extend(self.weight, 0, count)
-        if self.bias is not None:
-            _extend(self.bias, 0, count)
+        for value in (self.weight, self.bias):
+            if value is not None:
+                _extend(value, 0, count)
         for value in self.per_output:
             _extend(value, 0, count, repeat=True)  # a scale must not be 0
 
@@ -115,8 +115,6 @@ class StoredConvolution:
 
     def join_groups(self, count: int) -> None:
         """Join each `count` groups into one, with zeros for the inputs of other groups."""
-        import numpy
-
         old, inputs, outputs = _array(self.weight), self.group_inputs, self.group_outputs
         new = numpy.zeros((old.shape[0], inputs * count, *old.shape[2:]), old.dtype)
         for row in range(old.shape[0]):
@@ -126,8 +124,6 @@ class StoredConvolution:
         self._set_groups(self.num_groups // count)
 
     def _set_groups(self, count: int) -> None:
-        import onnx_ir as ir
-
         self.node.attributes["group"] = ir.AttrInt64("group", count)
 
 
@@ -155,8 +151,6 @@ def _stored(value: ir.Value | None, per_output: list[ir.Value]) -> ir.Value | No
 
 
 def _extend(value: ir.Value, axis: int, count: int, *, repeat: bool = False) -> None:
-    import numpy
-
     array = _array(value)
     shape = list(array.shape)
     shape[axis] = count
@@ -166,8 +160,6 @@ def _extend(value: ir.Value, axis: int, count: int, *, repeat: bool = False) -> 
 
 def _store(value: ir.Value, array: Any) -> None:
     """Store new numbers of a tensor, and update its shape and those of derived values."""
-    import onnx_ir as ir
-
     assert value.const_value is not None
     value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=value.name)
     value.shape = ir.Shape(array.shape)
@@ -179,13 +171,3 @@ def _store(value: ir.Value, array: Any) -> None:
 def _array(value: ir.Value) -> Any:
     assert value.const_value is not None
     return value.const_value.numpy()
-
-
-def _dtype(value: ir.Value) -> str:
-    assert value.const_value is not None
-    return str(value.const_value.dtype.name)
-
-
-def _maker(value: ir.Value | None) -> str:
-    node = None if value is None else value.producer()
-    return "" if node is None else str(node.op_type)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from sparsebit.deploy.onnx_graph.ir_values import producer
+from sparsebit.deploy.onnx_graph.packages import ir
 
 
 def fold_constants(model: ir.Model, values: Iterable[ir.Value | None], *, stop: Callable[[ir.Node], bool]) -> None:
     """Fold those of `values`, of any size, that depend on no input of the model and on no node in `stop`."""
     wanted: set[ir.Node] = set()
     for value in values:
-        producer = value.producer() if value is not None and value.const_value is None else None
-        wanted |= _constant_ancestors(producer, stop) if producer is not None else set()
+        node = producer(value) if value is not None and value.const_value is None else None
+        wanted |= _constant_ancestors(node, stop) if node is not None else set()
     if wanted:
         import onnxscript.optimizer
 
@@ -38,11 +37,8 @@ def _constant_ancestors(node: ir.Node, stop: Callable[[ir.Node], bool]) -> set[i
         if stop(current):
             return set()
         found.add(current)
-        for value in current.inputs:
-            if value is None or value.const_value is not None:
-                continue
-            producer = value.producer()
-            if producer is None:
-                return set()
-            stack.append(producer)
+        makers = [producer(value) for value in current.inputs if value is not None and value.const_value is None]
+        if None in makers:
+            return set()
+        stack += filter(None, makers)
     return found

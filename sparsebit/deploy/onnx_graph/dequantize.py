@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparsebit.deploy.onnx_graph.packages import numpy as np
+
 
 def dequantize(values: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block: int = 0) -> Any:
     """`(values - zero_point) * scale` in float32.
@@ -11,8 +13,6 @@ def dequantize(values: Any, scale: Any, zero_point: Any = None, *, axis: int = 1
     One scale for the tensor; one per index of `axis`; or, if `scale` has the rank of `values`, one per block of
     `block` elements along `axis` (the last block may be shorter).
     """
-    import numpy as np
-
     integers, scales = values.astype(np.float32), scale.astype(np.float32)
     zeros = np.zeros_like(scales) if zero_point is None else zero_point.astype(np.float32)
     shape = integers.shape
@@ -21,8 +21,6 @@ def dequantize(values: Any, scale: Any, zero_point: Any = None, *, axis: int = 1
 
 def _spread(parameter: Any, shape: tuple[int, ...], axis: int, block: int) -> Any:
     """The parameter in a shape that broadcasts against `shape`."""
-    import numpy as np
-
     if parameter.size == 1:
         return parameter.reshape(())
     axis %= len(shape)
@@ -40,8 +38,6 @@ def unpack_matmul_nbits(
     packed: (N, blocks, block * bits / 8) bytes, low bits first. scale: N * blocks numbers. zero_point: packed like the
     weight along the blocks, or floats, or None for the middle of the range.
     """
-    import numpy as np
-
     num_blocks = -(-columns // block)
     values = _unpacked(packed.reshape(rows, num_blocks, -1), bits)[..., :block]
     if zero_point is None:
@@ -57,8 +53,6 @@ def unpack_matmul_nbits(
 
 def _unpacked(packed: Any, bits: int) -> Any:
     """(..., bytes) -> (..., bytes * 8 / bits)."""
-    import numpy as np
-
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     spread = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
     return spread.reshape(*packed.shape[:-1], -1)

@@ -27,15 +27,11 @@ HEAVY = {
     "RNN": "RNN",
     "Attention": "attention",
 }
+_PRODUCTS = ("QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits")
 INTEGER_HEAVY = {
-    "QLinearConv": "convolution",
-    "ConvInteger": "convolution",
+    **dict.fromkeys(("QLinearConv", "ConvInteger"), "convolution"),
+    **dict.fromkeys(_PRODUCTS, "matrix product"),
     "QGemm": "linear layer",
-    "QLinearMatMul": "matrix product",
-    "MatMulInteger": "matrix product",
-    "MatMulIntegerToFloat": "matrix product",
-    "DynamicQuantizeMatMul": "matrix product",
-    "MatMulNBits": "matrix product",
     "QAttention": "attention",
     "DynamicQuantizeLSTM": "LSTM",
 }
@@ -53,8 +49,7 @@ def is_layer(graph: Graph, node: Any) -> bool:
     if node.op_type not in LIGHT or graph.type_of(node.output[0]) not in _FLOATS:
         return False
     # A constant operand that is stored in float is a bias or a factor, part of the preceding layer.
-    values = [name for name in node.input if name]
-    return node.op_type not in ("Add", "Mul") or not any(graph.is_weight(name) for name in values)
+    return node.op_type not in ("Add", "Mul") or not any(graph.is_weight(name) for name in node.input if name)
 
 
 def kind(op: str) -> str:
@@ -141,8 +136,8 @@ class FusionSite:
     @property
     def profile(self) -> RuntimeProfile | None:
         """The profile of the runtime that the file was exported for; None for `virtual` and files of other tools."""
-        profile = PROFILES.get(self.graph.backend)
-        return profile if profile is not None and profile.inputs is not None else None
+        found = PROFILES.get(self.graph.backend)
+        return found if found is not None and found.inputs is not None else None
 
     @cached_property
     def readers(self) -> list[Any]:

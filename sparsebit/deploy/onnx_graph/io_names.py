@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from sparsebit.deploy.onnx_graph.packages import ir
 from sparsebit.errors import DeploymentError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 DynamicAxes = Mapping[str, Mapping[int, str] | Sequence[int]]
 
 
 def named(paths: Sequence[str], given: Sequence[str] | None, key: str) -> list[str]:
     """The user's names for the first ones, then those of the call."""
-    if isinstance(given, str):
-        raise DeploymentError(f"export_onnx: {key}={given!r}: a list of names is needed, such as [{given!r}]")
-    given = list(given or ())
-    wrong = [name for name in given if not isinstance(name, str) or not name]
-    if wrong:
-        raise DeploymentError(f"export_onnx: {key} holds {wrong[0]!r}; a name is a text that is not empty")
-    if len(given) > len(paths):
+    listed = [] if isinstance(given, str) else list(given or ())
+    names = [*listed, *paths[len(listed) :]]
+    are_texts = all(isinstance(name, str) and name for name in listed)
+    if isinstance(given, str) or not are_texts or len(names) > len(paths) or len(set(names)) < len(names):
         raise DeploymentError(
-            f"export_onnx: {len(given)} {key} ({', '.join(given)}) for {len(paths)} tensors: {', '.join(paths)}; "
-            f"allowed: {len(paths)} or fewer, in that order"
-        )
-    names = [*given, *paths[len(given) :]]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise DeploymentError(
-            f"export_onnx: {key} must differ; more than one would be called {', '.join(repeated)}; in order they "
-            f"rename {', '.join(paths)}"
+            f"export_onnx: {key}={given!r}; allowed: a list of up to {len(paths)} names, not empty and all different, "
+            f"also from those that stay; in order they rename {', '.join(paths)}"
         )
     return names
 
@@ -44,10 +32,10 @@ def apart(inputs: Sequence[str], outputs: Sequence[str], num_given: int) -> list
     An output that the model itself names like an input (`{"x": …}`) becomes `output.x`; the first `num_given` names,
     which the user chose, are not changed.
     """
-    both = [name for name in outputs[:num_given] if name in inputs]
-    if both:
+    if both := [name for name in outputs[:num_given] if name in inputs]:
+        shown = ", ".join(both)
         raise DeploymentError(
-            f"export_onnx: {', '.join(both)} is an input and an output; choose other input_names or output_names"
+            f"export_onnx: {shown} is an input and an output; choose other input_names or output_names"
         )
     taken = {*inputs, *outputs}
     names = list(outputs)
@@ -61,21 +49,19 @@ def dynamic_shapes(
     inputs: Sequence[str], tensors: Sequence[Tensor], axes: DynamicAxes, outputs: Sequence[str]
 ) -> tuple[dict[int, str], ...]:
     """One {axis: name} per input. Axes of outputs follow from those of the inputs."""
-    unknown = [name for name in axes if name not in inputs and name not in outputs]
-    if unknown:
-        raise DeploymentError(
-            f"export_onnx: dynamic_axes names {', '.join(map(str, unknown))}; the inputs are {', '.join(inputs)}"
-        )
+    if unknown := [str(name) for name in axes if name not in inputs and name not in outputs]:
+        shown = ", ".join(unknown)
+        raise DeploymentError(f"export_onnx: dynamic_axes names {shown}; the inputs are {', '.join(inputs)}")
     return tuple(_free_axes(name, tensor, axes.get(name, {})) for name, tensor in zip(inputs, tensors, strict=True))
 
 
 def _free_axes(name: str, tensor: Tensor, wanted: Any) -> dict[int, str]:
     labels = dict(wanted) if isinstance(wanted, Mapping) else {axis: f"{name}_{axis}" for axis in wanted}
-    for axis in labels:
-        if not isinstance(axis, int) or not -tensor.ndim <= axis < tensor.ndim:
-            raise DeploymentError(
-                f"export_onnx: dynamic_axes[{name!r}] has axis {axis!r}, and {name} has shape {tuple(tensor.shape)}"
-            )
+    if wrong := [axis for axis in labels if not isinstance(axis, int) or not -tensor.ndim <= axis < tensor.ndim]:
+        shape = tuple(tensor.shape)
+        raise DeploymentError(
+            f"export_onnx: dynamic_axes[{name!r}] has axis {wrong[0]!r}, and {name} has shape {shape}"
+        )
     return {axis % tensor.ndim: str(label) for axis, label in labels.items()}
 
 

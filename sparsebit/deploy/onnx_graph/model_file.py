@@ -11,16 +11,14 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sparsebit.checksums import sha256_of
+from sparsebit.deploy.onnx_graph.packages import ir, onnx
 from sparsebit.errors import DeploymentError
-from sparsebit.folders import flush, staging_folder
+from sparsebit.folders import flush, staging_folder, unwritable
 from sparsebit.interrupts import ignored_interrupts
 from sparsebit.records import FileFacts
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 # A protobuf message holds 2^31 bytes; the graph itself needs some of them.
 LARGEST_SINGLE_FILE = (1 << 31) - (1 << 26)
@@ -30,13 +28,8 @@ OWN_PRODUCER = "sparsebit"
 def checked_path(name: str | os.PathLike[str]) -> Path:
     """The path, if a file can be written there; before any work is done."""
     path = Path(name)
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise DeploymentError(f"{path} is a folder; name a file in it, such as {path / 'model.onnx'}")
-    if not folder.is_dir():
-        raise DeploymentError(f"{path}: the folder {folder} does not exist; create it first")
-    if not os.access(folder, os.W_OK):
-        raise DeploymentError(f"{path}: the folder {folder} cannot be written to; choose another, or change its rights")
+    if fault := unwritable(path, "model.onnx"):
+        raise DeploymentError(fault)
     return path
 
 
@@ -44,8 +37,6 @@ def need_own(path: Path, hint: str) -> None:
     """Raise a DeploymentError, with the hint, if `path` is a file of another program; an empty one may be replaced."""
     if not path.is_file() or not path.stat().st_size:
         return
-    import onnx
-
     try:
         producer = onnx.load(os.fspath(path), load_external_data=False).producer_name or "an unknown program"
     except Exception:  # the readers' own exception classes differ by version
@@ -56,12 +47,9 @@ def need_own(path: Path, hint: str) -> None:
 
 def need_file(path: str | os.PathLike[str]) -> None:
     """Raise a DeploymentError unless `path` is a file."""
-    if os.path.isdir(path):
-        raise DeploymentError(
-            f"{os.fspath(path)} is a folder; name the ONNX file. `sparsebit export` writes one from a saved model"
-        )
     if not os.path.isfile(path):
-        raise DeploymentError(f"{os.fspath(path)}: no such file")
+        folder = " is a folder; name the ONNX file. `sparsebit export` writes one from a saved model"
+        raise DeploymentError(os.fspath(path) + (folder if os.path.isdir(path) else ": no such file"))
 
 
 @contextlib.contextmanager
@@ -92,10 +80,7 @@ def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SIN
     Nodes and initializers that nothing reads are removed from the model: ONNX Runtime prints a warning for each
     unused initializer whenever it opens the file.
     """
-    import onnx
-    import onnx_ir as ir
-
-    _remove_unused(model)
+    remove_unused(model)
     num_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     try:
         if num_bytes > largest_single_file:
@@ -103,15 +88,15 @@ def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SIN
             ir.save(model, path, external_data=f"{path.stem}-{digest}.onnx.data")
         else:
             ir.save(model, path)
+        onnx.checker.check_model(str(path), full_check=False)
     except OSError as error:
         raise DeploymentError(f"{path}: cannot be written: {error}") from error
-    try:
-        onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise DeploymentError(f"the exported graph is not valid ONNX: {error}") from error
 
 
-def _remove_unused(model: ir.Model) -> None:
+def remove_unused(model: ir.Model) -> None:
+    """Remove the nodes and initializers that nothing reads."""
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     RemoveUnusedNodesPass()(model)
@@ -124,34 +109,27 @@ def _remove_unused(model: ir.Model) -> None:
 
 def data_files(path: Path) -> set[Path]:
     """The data files that an ONNX model names, in the same folder."""
-    import onnx
-
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        names = _external(path)
     except Exception:  # not a model: nothing of ours to clear away
         return set()
-    names = {
-        entry.value
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
     folder = path.resolve().parent
     return {folder / name for name in names if Path(name).name == name and name.endswith(".onnx.data")}
 
 
+def _external(path: Path) -> set[str]:
+    """The names of the data files of a model's weights."""
+    tensors: Any = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
+    return {item.value for tensor in tensors for item in tensor.external_data if item.key == "location"}
+
+
 def all_files(path: Path) -> list[Path]:
     """The file and the files of its weights, wherever it says that they are."""
-    import onnx
-
     need_file(path)
     try:
-        tensors = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
+        return [path, *(path.parent / name for name in sorted(_external(path)))]
     except Exception as error:  # the readers' own exception classes differ by version
         raise DeploymentError(f"{path} is not an ONNX file: {error}") from error
-    parts = {item.value for tensor in tensors for item in tensor.external_data if item.key == "location"}
-    return [path, *(path.parent / name for name in sorted(parts))]
 
 
 def num_bytes(path: Path) -> int:

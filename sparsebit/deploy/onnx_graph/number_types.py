@@ -34,18 +34,11 @@ def num_bits(qmin: int, qmax: int) -> int:
 
 
 def storage_for(qmin: int, qmax: int, widths: frozenset[int], site: str) -> Storage:
-    """The narrowest type among `widths` that can hold the codes. A 3-bit weight is stored in int4, with its own
-    codes.
-    """
+    """The narrowest type of `widths` that can hold the codes. A 3-bit weight is stored in int4, with its own codes."""
     bits = num_bits(qmin, qmax)
-    if bits == BIAS_BITS:
-        widths = frozenset({BIAS_BITS})
-    wide_enough = [width for width in sorted(widths) if width >= bits]
-    if not wide_enough:
-        raise DeploymentError(
-            f"{site}: {bits} bits; the widest type that this backend's file holds there has {max(widths)}"
-        )
-    width = wide_enough[0]
-    if qmin < 0:
-        return Storage(f"INT{width}", width, -(1 << width - 1), (1 << width - 1) - 1, _FIRST_OPSET[width])
-    return Storage(f"UINT{width}", width, 0, (1 << width) - 1, _FIRST_OPSET[width])
+    allowed = {BIAS_BITS} if bits == BIAS_BITS else widths
+    width = min((width for width in allowed if width >= bits), default=None)
+    if width is None:
+        raise DeploymentError(f"{site}: {bits} bits; the widest type of this backend's file there has {max(widths)}")
+    low = -(1 << width - 1) if qmin < 0 else 0
+    return Storage(f"{'' if low else 'U'}INT{width}", width, low, low + (1 << width) - 1, _FIRST_OPSET[width])

@@ -6,22 +6,24 @@ models instead. Ops that only move elements (`MOVES`) are looked through, since 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
-from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.deploy.onnx_graph.packages import ir, onnx
+from sparsebit.errors import DeploymentError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 # Metadata of an export: the backend of the model, the config key that keeps a node in float, and every
 # layer whose weight is float.
 BACKEND_KEY, OFF_KEY, FLOAT_KEY = "sparsebit.backend", "sparsebit.switched_off", "sparsebit.float"
 # Ops that only move elements: a scale before one is equivalent to a scale after it.
+TWO_GIGABYTES = 2**31 - 2**20  # the largest protobuf message, and some room
 MOVES = frozenset({"Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
 
 
@@ -59,11 +61,6 @@ class Quantization:
 
 def load_model(file: str | os.PathLike[str] | Any) -> Any:
     """The ModelProto of a file (or the given one), with its local functions inlined, as runtimes do too."""
-    try:
-        import onnx
-        from onnx import inliner
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("onnx", "onnx", "reading an ONNX file") from None
     if isinstance(file, onnx.ModelProto):
         model = file
     else:
@@ -75,26 +72,26 @@ def load_model(file: str | os.PathLike[str] | Any) -> Any:
         if not model.graph.node:
             raise DeploymentError(f"{file} is not an ONNX file, or holds no node")
         _refuse_damaged(model, file)
-    return inliner.inline_local_functions(model) if model.functions else model
+    if not model.functions:
+        return model
+    from onnx import inliner
+
+    return inliner.inline_local_functions(model)
 
 
 def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
     """Raise for a file whose stored tensors do not have the number of bytes that their shapes require."""
     for tensor in model.graph.initializer:
-        if any(size < 0 for size in tensor.dims):
-            raise DeploymentError(f"{file} is damaged: its tensor {tensor.name!r} has the shape {list(tensor.dims)}")
         wanted = _num_bytes(tensor.data_type, math.prod(tensor.dims)) if tensor.HasField("raw_data") else None
-        if wanted is not None and len(tensor.raw_data) != wanted:
+        if any(size < 0 for size in tensor.dims) or wanted not in (None, len(tensor.raw_data)):
+            shown = f"{tensor.name!r} of shape {list(tensor.dims)} has {len(tensor.raw_data)} bytes"
             raise DeploymentError(
-                f"{file} is damaged: its tensor {tensor.name!r} of shape {list(tensor.dims)} has "
-                f"{len(tensor.raw_data)} bytes, not {wanted}"
+                f"{file} is damaged: its tensor {shown}" + ("" if wanted is None else f", not {wanted}")
             )
 
 
 def _num_bytes(data_type: int, count: int) -> int | None:
     """Bytes of `count` stored numbers; None for an unknown type."""
-    import onnx_ir as ir
-
     try:
         bits = ir.DataType(data_type).bitwidth
     except (TypeError, ValueError, KeyError):
@@ -124,18 +121,14 @@ class Graph:
 
     def constant(self, name: str) -> Any:
         """The value as an array, None if it is computed."""
-        from onnx import numpy_helper
-
         tensor = self.stored(name)
-        return None if tensor is None else numpy_helper.to_array(tensor)
+        return None if tensor is None else onnx.numpy_helper.to_array(tensor)
 
     def stored(self, name: str) -> Any:
         """The TensorProto behind `name`: an initializer or a Constant, also through Identity; None if computed."""
-        if name in self.initializers:
-            return self.initializers[name]
         node = self.producer.get(name)
-        if node is None:
-            return None
+        if name in self.initializers or node is None:
+            return self.initializers.get(name)
         if node.op_type == "Identity":
             return self.stored(node.input[0])
         return attribute(node, "value") if node.op_type == "Constant" else None
@@ -144,11 +137,8 @@ class Graph:
         """The parameters of a Q or DQ node."""
         scale = self.constant(node.input[1])
         zero_point = self.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-        rank_one = scale is not None and scale.size == 1
-        return Quantization(
-            node, self._quantized_type(node), scale, zero_point, 0 if rank_one else attribute(node, "axis", 1),
-            attribute(node, "block_size", 0),
-        )  # fmt: skip
+        axis = 0 if scale is not None and scale.size == 1 else attribute(node, "axis", 1)
+        return Quantization(node, self._quantized_type(node), scale, zero_point, axis, attribute(node, "block_size", 0))
 
     def dequantized(self, name: str) -> Quantization | None:
         """How the value is quantized: its DQ node, also one before ops that only move elements."""
@@ -186,7 +176,7 @@ class Graph:
         number = tensor.data_type if tensor is not None else self._value_types.get(name, 0)
         return type_name(number) if number else ""
 
-    @cached_property
+    @functools.cached_property
     def _value_types(self) -> dict[str, int]:
         graph = self.model.graph
         values = [*graph.value_info, *graph.input, *graph.output]
@@ -206,19 +196,14 @@ class Graph:
 
 def attribute(node: Any, name: str, default: Any = None) -> Any:
     """A node's attribute by name."""
-    from onnx import helper
-
-    for item in node.attribute:
-        if item.name == name:
-            return helper.get_attribute_value(item)
-    return default
+    found = (onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name)
+    return next(found, default)
 
 
+@functools.cache
 def type_name(number: int) -> str:
     """3 -> `int8`."""
-    from onnx import TensorProto
-
-    return str(TensorProto.DataType.Name(number)).lower()
+    return str(onnx.TensorProto.DataType.Name(number)).lower()
 
 
 def outer_values(node: Any) -> set[str]:

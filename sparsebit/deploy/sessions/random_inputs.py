@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from sparsebit.deploy.onnx_graph.packages import numpy as np
 from sparsebit.deploy.onnx_graph.qdq_graph import type_name
-from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.errors import DeploymentError
 
 # An open dimension, by the rank of its tensor: images of 224 pixels, sequences of 64 steps, clips of 16 frames.
 LARGEST_INPUT = 1 << 28
@@ -24,51 +25,39 @@ def made_up_feeds(
     Arrays in `feeds` take precedence. Floats are random normal numbers, integers 0, masks and booleans 1. An open
     dimension is 1 if it is the first or named after the batch, else from `OPEN_SIZES`; `shapes` overrides it.
     """
-    try:
-        import numpy as np
-    except Exception:  # a broken package raises anything
-        raise MissingExtraError("numpy", "onnx", "making up inputs") from None
     given, shapes = dict(feeds or {}), dict(shapes or {})
     stored = {tensor.name for tensor in model.graph.initializer}
     inputs = {value.name: value for value in model.graph.input if value.name not in stored}
-    for name in [*given, *shapes]:
-        if name not in inputs:
-            raise DeploymentError(f"input {name!r}: the file has none of this name; it has {', '.join(inputs)}")
+    if unknown := [name for name in [*given, *shapes] if name not in inputs]:
+        raise DeploymentError(f"input {unknown[0]!r}: the file has none of this name; it has {', '.join(inputs)}")
     random = np.random.default_rng(0)
     arrays: dict[str, Any] = {}
     words: dict[str, str] = {}
     for name, value in inputs.items():
         if name in given:
-            arrays[name] = np.asarray(given[name])
-            words[name] = f"{_described(arrays[name])}, given"
-            continue
-        shape = _shape(name, value, shapes.get(name))
-        _refuse_huge(name, shape)
-        arrays[name], how = _filled(random, name, type_name(value.type.tensor_type.elem_type), shape)
-        words[name] = f"{_described(arrays[name])}, {how}"
+            array, how = np.asarray(given[name]), "given"
+        else:
+            shape = _shape(name, value, shapes.get(name))
+            array, how = _filled(random, name, type_name(value.type.tensor_type.elem_type), shape)
+        arrays[name], words[name] = array, f"{array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}, {how}"
     return arrays, words
 
 
 def _shape(name: str, value: Any, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of an input; a damaged or hostile file may declare one that no machine has memory for."""
     dims = list(value.type.tensor_type.shape.dim)
-    if wanted is None:
-        return tuple(_size(dim, position, len(dims)) for position, dim in enumerate(dims))
+    shape = wanted or tuple(_size(dim, position, len(dims)) for position, dim in enumerate(dims))
+    shown = "x".join(map(str, shape))
     fixed = [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
-    fits = len(fixed) == len(wanted) and all(size in (None, want) for size, want in zip(fixed, wanted, strict=True))
-    if not fits:
+    if wanted and (len(fixed) != len(wanted) or any(a not in (None, b) for a, b in zip(fixed, wanted, strict=True))):
         allowed = "x".join(str(size or dim.dim_param or "?") for size, dim in zip(fixed, dims, strict=True))
-        raise DeploymentError(f"input {name!r} of shape {'x'.join(map(str, wanted))}: the file takes {allowed}")
-    return wanted
-
-
-def _refuse_huge(name: str, shape: tuple[int, ...]) -> None:
-    """Raise for shapes that no machine has memory for, as a damaged or hostile file may declare."""
-    count = math.prod(shape)
-    if count > LARGEST_INPUT:
+        raise DeploymentError(f"input {name!r} of shape {shown}: the file takes {allowed}")
+    if math.prod(shape) > LARGEST_INPUT:
         raise DeploymentError(
-            f"input {name!r} of shape {'x'.join(map(str, shape))}: {count} numbers, and at most {LARGEST_INPUT} "
-            "are made up; pass your own array (feeds=), or export the file with that dimension open"
+            f"input {name!r} of shape {shown}: {math.prod(shape)} numbers, and at most {LARGEST_INPUT} are made up; "
+            "pass your own array (feeds=), or export the file with that dimension open"
         )
+    return shape
 
 
 def _size(dim: Any, position: int, rank: int) -> int:
@@ -80,8 +69,6 @@ def _size(dim: Any, position: int, rank: int) -> int:
 
 
 def _filled(random: Any, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Any, str]:
-    import numpy as np
-
     dtype = np.dtype(_NUMPY_NAMES.get(kind, kind)) if kind != "string" else None
     if dtype is None or dtype.kind not in "fiub":
         raise DeploymentError(f"input {name!r} is of type {kind}: pass your own array, feeds={{{name!r}: ...}}")
@@ -89,7 +76,3 @@ def _filled(random: Any, name: str, kind: str, shape: tuple[int, ...]) -> tuple[
         return random.standard_normal(shape).astype(dtype), "random normal"
     ones = dtype.kind == "b" or "mask" in name.lower()
     return (np.ones if ones else np.zeros)(shape, dtype), "ones" if ones else "zeros"
-
-
-def _described(array: Any) -> str:
-    return f"{array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}"

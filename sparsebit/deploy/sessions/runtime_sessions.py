@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.errors import DeploymentError, MissingExtraError
 
+File = Union[str, "os.PathLike[str]", bytes]
 RUNTIMES = ("onnxruntime", "openvino")
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
@@ -68,7 +69,7 @@ class Session(ABC):
 
 
 def open_session(
-    file: str | os.PathLike[str] | bytes,
+    file: File,
     runtime: str = "onnxruntime",
     *,
     num_threads: int = 0,
@@ -88,15 +89,31 @@ def open_session(
         need_file(file)
     if runtime == "onnxruntime":
         return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
-    if runtime == "openvino":
-        return _OpenVino(file, num_threads, options or {})
-    raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+    check_runtime(runtime)
+    return _OpenVino(file, num_threads, options or {})
+
+
+def check_runtime(runtime: str) -> None:
+    """Raise for an unknown runtime."""
+    if runtime not in RUNTIMES:
+        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
 
 
 def require_runtime(runtime: str) -> None:
     """Raise, before any work, if a runtime's package is not installed."""
     if importlib.util.find_spec(runtime) is None:
-        raise MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
+        raise _missing(runtime)
+
+
+def _imported(runtime: str) -> Any:
+    try:
+        return importlib.import_module(runtime)
+    except Exception:  # a broken package raises anything
+        raise _missing(runtime) from None
+
+
+def _missing(runtime: str) -> MissingExtraError:
+    return MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
 
 
 def runtime_version(runtime: str) -> str:
@@ -109,17 +126,14 @@ class _OnnxRuntime(Session):
 
     def __init__(
         self,
-        file: str | os.PathLike[str] | bytes,
+        file: File,
         num_threads: int,
         optimize: bool,
         optimized_file: Path | None,
         options: Mapping[str, str],
-        profile_prefix: str | None = None,
+        profile_prefix: str | None,
     ) -> None:
-        try:
-            import onnxruntime
-        except Exception:  # a broken package raises anything
-            raise MissingExtraError("onnxruntime", "onnx", "running an ONNX file") from None
+        onnxruntime = _imported("onnxruntime")
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 3
         settings.intra_op_num_threads = num_threads
@@ -153,12 +167,8 @@ class _OnnxRuntime(Session):
 class _OpenVino(Session):
     runtime = "openvino"
 
-    def __init__(self, file: str | os.PathLike[str] | bytes, num_threads: int, options: Mapping[str, str]) -> None:
-        try:
-            import openvino
-        except Exception:  # a broken package raises anything
-            raise MissingExtraError("openvino", "openvino", "running a file in OpenVINO") from None
-        core = openvino.Core()
+    def __init__(self, file: File, num_threads: int, options: Mapping[str, str]) -> None:
+        core = _imported("openvino").Core()
         settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
         if num_threads:
             settings["INFERENCE_NUM_THREADS"] = num_threads
@@ -188,7 +198,7 @@ def _openvino_shape(shape: Any) -> tuple[int | None, ...]:
 
 
 @contextlib.contextmanager
-def _errors_named(what: str, file: str | os.PathLike[str] | bytes = b"") -> Any:
+def _errors_named(what: str, file: File = b"") -> Any:
     """Raise a DeploymentError with the runtime's message, or a better one for known faults."""
     try:
         yield
@@ -202,13 +212,10 @@ def _errors_named(what: str, file: str | os.PathLike[str] | bytes = b"") -> Any:
 
 def _check_shapes(feeds: Mapping[str, Any], expected: Mapping[str, tuple[int | None, ...]]) -> None:
     """Check the shapes, because on one core OpenVINO computes something for a wrong number of channels."""
-    for name, array in feeds.items():
-        shape = expected.get(name)
-        fits = shape is None or (
-            len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
-        )
-        if not fits:
-            raise ValueError(f"{name} has the shape {array.shape}, and the file takes {shape} (None: any)")
+    for name, shape in expected.items():
+        found = feeds[name].shape if name in feeds else shape
+        if len(shape) != len(found) or any(a not in (None, b) for a, b in zip(shape, found, strict=True)):
+            raise ValueError(f"{name} has the shape {found}, and the file takes {shape} (None: any)")
 
 
 _TYPE_NAMES = {

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from sparsebit.records.audit import Latency
 
@@ -34,38 +35,29 @@ def interleaved(
     if not runs:
         return {}
     calls = {name: _calls_per_round(run, warmup) for name, run in runs.items()}
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     names, start = list(runs), time.perf_counter()
     for done in range(num_rounds or _MAX_ROUNDS):
         for name in names if done % 2 == 0 else reversed(names):
-            wall_s, cpu_s = _timed(runs[name], calls[name])
-            wall[name].append(wall_s)
-            cpu[name].append(cpu_s)
+            samples[name].append(_timed(runs[name], calls[name]))
         if num_rounds is None and done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
             break
-    first = names[0]
-    return {
-        name: Latency(
-            wall_ms=statistics.median(wall[name]) * 1e3,
-            wall_quartiles_ms=_quartiles_ms(wall[name]),
-            cpu_ms=statistics.median(cpu[name]) * 1e3,
-            cpu_quartiles_ms=_quartiles_ms(cpu[name]),
-            wall_ratio=_ratio(wall[name], wall[first]),
-            cpu_ratio=_ratio(cpu[name], cpu[first]),
-            num_rounds=len(wall[name]),
-            calls_per_round=calls[name],
-        )
-        for name in names
-    }
+    first = [list(clock) for clock in zip(*samples[names[0]], strict=True)]
+    found = {}
+    for name in names:
+        clocks = [list(clock) for clock in zip(*samples[name], strict=True)]
+        medians, quartiles = [statistics.median(clock) * 1e3 for clock in clocks], [*map(_quartiles_ms, clocks)]
+        wall, cpu = zip(medians, quartiles, strict=True)
+        values: list[Any] = [*wall, *cpu, *map(_ratio, clocks, first), len(samples[name]), calls[name]]
+        found[name] = Latency(*values)
+    return found
 
 
 def _calls_per_round(run: Callable[[], object], warmup: int) -> int:
     """Warm up, then determine how many calls make one sample."""
     for _ in range(warmup):
         run()
-    wall_s, _ = _timed(run, 1)
-    return max(1, math.ceil(_MIN_SAMPLE_S / max(wall_s, 1e-6)))
+    return max(1, math.ceil(_MIN_SAMPLE_S / max(_timed(run, 1)[0], 1e-6)))
 
 
 def _timed(run: Callable[[], object], calls: int) -> tuple[float, float]:
@@ -82,7 +74,5 @@ def _ratio(mine: list[float], first: list[float]) -> float:
 
 
 def _quartiles_ms(samples: list[float]) -> tuple[float, float]:
-    if len(samples) < 2:
-        return samples[0] * 1e3, samples[0] * 1e3
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     return low * 1e3, high * 1e3

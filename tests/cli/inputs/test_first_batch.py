@@ -106,7 +106,7 @@ class Leaving(nn.Module):
 
 
 def test_no_samples() -> None:
-    with pytest.raises(LoadingError, match="the first batch of test data holds no samples"):
+    with pytest.raises(LoadingError, match="test data gave no batch, or a first one without samples"):
         run_first_batch(nn.ReLU(), data(torch.ones(0, 2)))
 
 

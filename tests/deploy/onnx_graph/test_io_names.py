@@ -19,20 +19,15 @@ def test_given_names_come_first_and_the_rest_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["a", "b", "c"], r"3 input_names \(a, b, c\) for 2 tensors: x, mask"),
-        (["a", "a"], "must differ; more than one would be called a"),
-        (["mask"], "must differ; more than one would be called mask"),
-        ("x", r"input_names='x': a list of names is needed, such as \['x'\]"),
-        ([""], "holds ''; a name is a text"),
-        ([3], "holds 3; a name is a text"),
-    ],
+    "given",
+    [["a", "b", "c"], ["a", "a"], ["mask"], "x", [""], [3]],
     ids=["too_many", "repeated", "repeats_a_default", "a_text", "empty", "no_text"],
 )
-def test_names_that_cannot_be(given: Any, message: str) -> None:
-    with pytest.raises(DeploymentError, match=message):
+def test_names_that_cannot_be(given: Any) -> None:
+    with pytest.raises(DeploymentError) as caught:
         named(["x", "mask"], given, "input_names")
+    assert f"input_names={given!r}; allowed: a list of up to 2 names" in str(caught.value)
+    assert str(caught.value).endswith("rename x, mask")
 
 
 def test_an_output_like_an_input_steps_aside() -> None:
