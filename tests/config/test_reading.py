@@ -8,6 +8,7 @@ import pytest
 
 from sparsebit.config.reading import MAX_BYTES, Document, read
 from sparsebit.errors import ConfigError
+from tests.listed import listed
 
 TEXT = "BACKEND: virtual\nW:\n  QUANTIZER: {BIT: 8}\n  SPECIFIC:\n    - {fc: [QUANTIZER.BIT, 4]}\n"
 VALUES = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}]}}
@@ -127,19 +128,9 @@ class TestFaults:
             ("W: 1\n---\nA: 1\n", "but found another document"),
             ("W: 2020-13-45\n", "month must be in 1..12"),
         ],
-        ids=[
-            "empty",
-            "list",
-            "text",
-            "open brace",
-            "tab",
-            "bare star",
-            "number",
-            "YAML 1.1 no",
-            "list key",
-            "two",
-            "date",
-        ],
+        ids=listed("""
+            empty | list | text | open brace | tab | bare star | number | YAML 1.1 no | list key | two | date
+        """),
     )
     def test_yaml(self, text: str, expected: str) -> None:
         assert expected in told(text)

@@ -21,6 +21,7 @@ from sparsebit.llm.gguf.blocks import block_type, blocks_of, why_not
 from sparsebit.llm.gguf.tensors import GgufTensor, with_stacked_experts
 from sparsebit.llm.gguf.tokenizer import _pre, name_in_file
 from sparsebit.llm.layers.packed_weight import PackedWeight
+from tests.listed import listed
 from tests.llm.layers.test_packed_weight import packed_weight
 from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
 
@@ -234,22 +235,10 @@ def test_experts_that_one_tensor_cannot_hold() -> None:
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True: .* with False alone"),
         ("mixtral", {"rope_parameters": HALF}, "partial_rotary_factor.* only types default, linear, llama3, of whole"),
     ],
-    ids=[
-        "activation",
-        "biases",
-        "scale",
-        "softcap",
-        "window",
-        "both-ways",
-        "experts-sum",
-        "some-experts",
-        "experts-in-turn",
-        "qwen2-heads",
-        "phi3-heads",
-        "phi-norms",
-        "phi-tied",
-        "half-heads",
-    ],
+    ids=listed("""
+        activation | biases | scale | softcap | window | both-ways | experts-sum | some-experts | experts-in-turn |
+        qwen2-heads | phi3-heads | phi-norms | phi-tied | half-heads
+    """),
 )
 def test_what_llama_cpp_computes_in_one_way_alone(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path

@@ -19,6 +19,7 @@ from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.aciq import AciqOptions
+from tests.listed import listed
 from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
 
@@ -216,20 +217,10 @@ class TestGraphAndOps:
             nn.Conv1d(4, 2, 3),
             torch.erf,
         ],
-        ids=[
-            "Hardswish",
-            "GroupNorm",
-            "PReLU",
-            "chunk",
-            "unsqueeze",
-            "bmm",
-            "SDPA",
-            "pad",
-            "dropout",
-            "relu",
-            "Conv1d",
-            "nobody-knows",
-        ],
+        ids=listed("""
+            Hardswish | GroupNorm | PReLU | chunk | unsqueeze | bmm | SDPA | pad | dropout | relu | Conv1d |
+            nobody-knows
+        """),
     )
     def test_an_unregistered_op_was_a_key_error(self, op: Any) -> None:
         model, x = Holder(op).eval(), torch.randn(2, 4, 6)

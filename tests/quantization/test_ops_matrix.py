@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.quantization import QuantModel
+from tests.listed import listed
 from tests.nets import with_layers
 from tests.quantization.tiny import minmax_quantized, qconfig
 
@@ -192,7 +193,7 @@ NAMES = {"F": F, "nn": nn, "operator": operator, "torch": torch}
 
 def cases() -> Iterator[Case]:
     for kind, shape, text in MODULES:
-        for made in split(text):
+        for made in listed(text):
             op = eval(f"lambda: {made}", NAMES)
             name = "x" if "RMSNorm" in made else "input"
             yield Case(made, kind, lambda m, x: m.op(x), (shape,), op)
@@ -201,17 +202,13 @@ def cases() -> Iterator[Case]:
     call = lambda m, x: m.op(x, output_size=[12, 12])  # noqa: E731
     yield Case(f"{made} with output_size", "weighted", call, (IMAGE,), lambda: eval(made, NAMES))
     for kind, shapes, text in CALLS:
-        for call in split(text):
+        for call in listed(text):
             compute = eval(f"lambda {', '.join('xyz'[: len(shapes)])}: {call}", NAMES)
             yield Case(call, kind, lambda m, *x, f=compute: f(*x), shapes)
     for weight, shape, text in WEIGHTED:
-        for call in split(text):
+        for call in listed(text):
             compute, kind = eval(f"lambda w, x: {call}", NAMES), "unary" if "prelu" in call else "weighted"
             yield Case(call, kind, lambda m, x, f=compute: f(m.w, x), (shape,), weight=weight)
-
-
-def split(text: str) -> list[str]:
-    return [part.strip() for part in text.split("|")]
 
 
 @pytest.mark.parametrize("case", [*cases()], ids=lambda case: case.id)
