@@ -8,7 +8,7 @@ import pytest
 
 from sparsebit.config.reading import MAX_BYTES, Document, read
 from sparsebit.errors import ConfigError
-from tests.listed import listed
+from tests.parameters import listed
 
 TEXT = "BACKEND: virtual\nW:\n  QUANTIZER: {BIT: 8}\n  SPECIFIC:\n    - {fc: [QUANTIZER.BIT, 4]}\n"
 VALUES = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}]}}

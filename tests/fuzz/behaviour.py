@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tests.fuzz.program import Variable
 from tests.fuzz.scope import Scope, batch_first, given_float
-from tests.listed import listed
+from tests.parameters import listed
 
 REVERSAL = """\
 class Reversal(torch.autograd.Function):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.fuzz.choices import Choices
 from tests.fuzz.program import BATCH, ModuleClass, Statement, Variable
-from tests.listed import listed
+from tests.parameters import listed
 
 Shape = tuple[int, ...]
 

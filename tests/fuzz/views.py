@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.program import BATCH, Variable
 from tests.fuzz.scope import Scope, Shape, batch_first, given_float
-from tests.listed import listed
+from tests.parameters import listed
 
 
 def _splittable(v: Variable) -> bool:

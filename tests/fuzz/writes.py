@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.program import Variable
 from tests.fuzz.scope import Scope, batch_first, given_float
-from tests.listed import listed
+from tests.parameters import listed
 
 
 def _writable(v: Variable) -> bool:

@@ -21,9 +21,9 @@ from sparsebit.llm.gguf.blocks import block_type, blocks_of, why_not
 from sparsebit.llm.gguf.tensors import GgufTensor, with_stacked_experts
 from sparsebit.llm.gguf.tokenizer import _pre, name_in_file
 from sparsebit.llm.layers.packed_weight import PackedWeight
-from tests.listed import listed
 from tests.llm.layers.test_packed_weight import packed_weight
 from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
+from tests.parameters import listed
 
 gguf = pytest.importorskip("gguf")
 

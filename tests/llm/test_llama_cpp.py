@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sparsebit.llm import Recipe, convert, load, quantize
-from tests.listed import listed
 from tests.llm.models.test_sentencepiece_file import write_json, write_pieces
 from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
+from tests.parameters import listed
 
 pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("xllamacpp")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.quantization import QuantModel
-from tests.listed import listed
 from tests.nets import with_layers
+from tests.parameters import listed
 from tests.quantization.tiny import minmax_quantized, qconfig
 
 Shape = tuple[int, ...]
@@ -63,6 +63,8 @@ MODULES: list[tuple[str, Shape, str]] = [
     ("weighted", IMAGE, """
         nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, padding="valid") |
         nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect") | nn.Conv2d(4, 3, 3, padding="same", bias=False) |
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="replicate") |
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="circular") |
         nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2)
     """),
     ("weighted", VOLUME, "nn.Conv3d(4, 3, 3) | nn.ConvTranspose3d(4, 3, 2)"),

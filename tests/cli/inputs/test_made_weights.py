@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy
 import pytest
@@ -16,9 +15,7 @@ from torch import nn
 from sparsebit.cli.inputs import made_weights
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.inputs.made_weights import why_random
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 STATE = nn.Linear(3, 2).state_dict()
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
+from tests.cli.conftest import Sparsebit
 from tests.nets import with_layers
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
 
 RIGHT = "W: {QUANTIZER: {BIT: 4}}\nA: {QUANTIZER: {BIT: 8}}\n"
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from sparsebit.cli.inputs.loading import load_model
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.verbs.quantize import read_outputs
 from sparsebit.quantization import QuantModel
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 COMMAND = (
     "quantize",

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 pytest.importorskip("scipy")
 COMMAND = (

@@ -24,6 +24,7 @@ from sparsebit.quantization.exporting.export_checks import check_parity
 from sparsebit.quantization.exporting.simulated_codes import simulated_codes
 from tests.deploy.exported_files import initializers, op_types
 from tests.nets import with_layers
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 
@@ -151,7 +152,7 @@ def test_the_codes_stay_and_the_shapes_fit_the_kernels(name: str, tmp_path: Path
     onnx.checker.check_model(str(first), full_check=True)  # the shapes that it notes fit those it infers
 
 
-@pytest.mark.parametrize("channels", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3])
+@pytest.mark.parametrize("channels", first_fast([3, 2, 1]))
 def test_an_image_gets_a_fourth_channel(channels: int, tmp_path: Path) -> None:
     model = nn.Sequential(relu_conv(channels, 8, 3), nn.Conv2d(8, 4, 1))
     first, second, _ = both(model, images(channels), tmp_path)
@@ -193,13 +194,7 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(y) * self.factors)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("joined", "shuffled", "given out"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("summed", "normed", "factors")),
-    ],
-)
+@pytest.mark.parametrize("kind", first_fast(["joined", "shuffled", "given out", "summed", "normed", "factors"], 3))
 def test_channels_that_something_counts_are_left_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second, _ = both(Shuffled(kind), images(), tmp_path)
@@ -288,7 +283,7 @@ def random_net(draw: random.Random) -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(channels, 4, 1)).eval()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
+@pytest.mark.parametrize("seed", first_fast(range(60)))
 def test_random_networks_compute_the_same(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     model = random_net(random.Random(seed))

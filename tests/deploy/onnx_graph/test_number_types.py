@@ -5,7 +5,7 @@ import pytest
 from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, num_bits, storage_for
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics.spec import TensorSpec
-from tests.listed import listed
+from tests.parameters import listed
 
 WIDTHS = frozenset({2, 4, 8, 16})
 CONTAINERS = {1: 2, 2: 2, 3: 4, 4: 4, **dict.fromkeys(range(5, 9), 8), **dict.fromkeys(range(9, 17), 16)}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparsebit.graph.nodes.aliasing import may_be_view, may_hold_view
-from tests.listed import listed
+from tests.parameters import listed
 
 
 @pytest.mark.parametrize(

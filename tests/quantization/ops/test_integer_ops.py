@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerKernel, IntegerLayer, with_gradient_of
 from tests.nets import with_layers
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 pytest.importorskip("onnxruntime")
@@ -33,7 +34,7 @@ class Net(nn.Module):
         return self.head(F.relu(self.hidden(F.adaptive_avg_pool2d(x, 1).flatten(1))))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_fast(range(3)))
 def test_the_simulation_is_the_runtime_bit_by_bit(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     x = torch.randn(4, 3, 12, 12) * (1 + seed)
