@@ -90,9 +90,7 @@ def test_help_lists_every_verb_on_one_screen(sparsebit: Sparsebit) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb",
-    [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]],
-    ids=" ".join,
+    "verb", [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]], ids=" ".join
 )
 def test_every_verb_has_help(sparsebit: Sparsebit, verb: list[str]) -> None:
     answer = sparsebit(*verb, "-h")

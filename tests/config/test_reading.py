@@ -118,10 +118,7 @@ class TestFaults:
                 "W:\n\tBIT: 8\n",
                 "line 2, column 1: found character '\\t' that cannot start any token; indent with spaces",
             ),
-            (
-                "A:\n  SPECIFIC: [{*norm: [QUANTIZER.BIT, 8]}]\n",
-                'a glob that starts with * must be quoted: "*.fc"',
-            ),
+            ("A:\n  SPECIFIC: [{*norm: [QUANTIZER.BIT, 8]}]\n", 'a glob that starts with * must be quoted: "*.fc"'),
             ("W: {A: 1}\n1: 2\n", "line 2: a key must be text; put 1 in quotes"),
             ("no: 2\nW: 1\n", "line 1: a key must be text; put no in quotes"),
             ("? [a]\n: 3\n", "line 1: a key must be text, not a list or a mapping"),

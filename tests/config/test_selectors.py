@@ -74,8 +74,7 @@ class TestSelector:
         assert globs_for([Override(name, ()) for name in ("*", glob, "other*")], glob) == ["*", glob]
 
     @given(
-        st.lists(st.text("ab.[]!*?_A1", min_size=1, max_size=5), max_size=8),
-        st.text("ab._A1", min_size=1, max_size=6),
+        st.lists(st.text("ab.[]!*?_A1", min_size=1, max_size=5), max_size=8), st.text("ab._A1", min_size=1, max_size=6)
     )
     def test_finds_what_trying_every_glob_finds(self, globs: list[str], name: str) -> None:
         expected = [glob for glob in globs if glob == name or matches(glob, name)]

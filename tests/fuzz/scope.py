@@ -83,13 +83,7 @@ class Scope:
         same = stands_for if stands_for is not None and target is not None else None
         self.statements.append(
             Statement(
-                self.feature,
-                lines,
-                target.name if target else "",
-                same.name if same else "",
-                members,
-                prelude,
-                classes,
+                self.feature, lines, target.name if target else "", same.name if same else "", members, prelude, classes
             )
         )
         self.variables += [v for v in (target, *more) if v is not None and v not in self.variables]

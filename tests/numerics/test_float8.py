@@ -14,10 +14,7 @@ from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 
 OPERATOR = torch.ops.sparsebit.fake_float8.default
 FLOAT8 = TensorSpec(8, True, format="float8")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def numbers() -> Tensor:

@@ -137,10 +137,7 @@ class TestAgainst:
 
     @pytest.mark.parametrize(
         ("limit", "told"),
-        [
-            (["--min-sqnr", "80"], "output scores_out: SQNR "),
-            (["--min-top1", "1"], "asks for 100.00%"),
-        ],
+        [(["--min-sqnr", "80"], "output scores_out: SQNR "), (["--min-top1", "1"], "asks for 100.00%")],
         ids=["sqnr", "top1"],
     )
     def test_limits(self, sparsebit: Sparsebit, folder: Path, limit: list[str], told: str) -> None:

@@ -291,10 +291,7 @@ def test_a_measured_placement_is_kept_and_used_again(sparsebit: Sparsebit, proje
 
 @pytest.mark.parametrize(
     ("wanted", "words"),
-    [
-        (("--save-placement", "p.json"), "--placement measured"),
-        (("--placement", "absent.json"), "no such file"),
-    ],
+    [(("--save-placement", "p.json"), "--placement measured"), (("--placement", "absent.json"), "no such file")],
     ids=["nothing to save", "no file"],
 )
 def test_a_placement_that_cannot_be(sparsebit: Sparsebit, project: Path, wanted: tuple[str, ...], words: str) -> None:

@@ -16,10 +16,7 @@ from tests.nets import with_layers
 
 
 class DropDoubleRelu(ReplacePatternBase):
-    nodes = (
-        MatchingNode("first", types=(nn.ReLU,)),
-        MatchingNode("second", types=(nn.ReLU,), inputs=("first",)),
-    )
+    nodes = (MatchingNode("first", types=(nn.ReLU,)), MatchingNode("second", types=(nn.ReLU,), inputs=("first",)))
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
         return {"second": match["first"]}

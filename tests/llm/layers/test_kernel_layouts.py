@@ -130,11 +130,7 @@ def weight_sums(layer: QuantLinear) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("packed", "reason"),
-    [
-        (weight(3), "3 bits: the kernel has 4"),
-        (weight(group=16), "groups of 16"),
-        (weight(rows=41), "41 outputs"),
-    ],
+    [(weight(3), "3 bits: the kernel has 4"), (weight(group=16), "groups of 16"), (weight(rows=41), "41 outputs")],
     ids=["bits", "group", "outputs"],
 )
 def test_layers_that_no_kernel_takes(packed: PackedWeight, reason: str, take: object) -> None:

@@ -12,12 +12,7 @@ from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerProduct
-from sparsebit.quantization.ops.quant_opr import (
-    FunctionalWeightedQuantOpr,
-    GatedQuantOpr,
-    QShared,
-    WeightedQuantOpr,
-)
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, GatedQuantOpr, QShared, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import register_quantizer
 from sparsebit.registry import QUANTIZERS

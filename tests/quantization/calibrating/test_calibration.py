@@ -135,11 +135,7 @@ class TestData:
 
         model, x, y = Two(), torch.randn(4, 6), torch.randn(4, 3)
         results = []
-        for args, kwargs in (
-            ((x, {"y": y}), {}),
-            ((x,), {"pair": {"y": y}}),
-            ((), {"x": x, "pair": {"y": y}}),
-        ):
+        for args, kwargs in (((x, {"y": y}), {}), ((x,), {"pair": {"y": y}}), ((), {"x": x, "pair": {"y": y}})):
             qmodel = QuantModel(model, qconfig())
             qmodel.prepare_calibration()
             qmodel(*args, **kwargs)

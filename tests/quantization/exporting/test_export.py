@@ -180,11 +180,7 @@ def trained(qmodel: QuantModel, x: Tensor, steps: int = 3) -> QuantModel:
 LEARNED = {
     "lsq": {"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq"},
     "lsq_plus_affine": {"W.QUANTIZER.TYPE": "lsq+", "A.QUANTIZER.TYPE": "lsq_plus", "W.QSCHEME": "per-channel-affine"},
-    "dorefa_and_pact": {
-        "W.QUANTIZER.TYPE": "dorefa",
-        "A.QUANTIZER.TYPE": "pact",
-        "A.QUANTIZER.PACT.ALPHA_VALUE": 2.0,
-    },
+    "dorefa_and_pact": {"W.QUANTIZER.TYPE": "dorefa", "A.QUANTIZER.TYPE": "pact", "A.QUANTIZER.PACT.ALPHA_VALUE": 2.0},
     "mixed": {
         "A.QUANTIZER.TYPE": "lsq",
         "W.SPECIFIC": [{"second": ["QUANTIZER.TYPE", "dorefa", "QUANTIZER.BIT", 6]}],

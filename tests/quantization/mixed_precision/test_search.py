@@ -179,8 +179,7 @@ def test_ties_of_the_user() -> None:
 
 def test_what_the_config_says_of_single_layers_stays() -> None:
     config = parse_qconfig(CONFIG).replace(
-        "W.SPECIFIC",
-        [{"blocks.0.*": ["OBSERVER.TYPE", "mse"]}, {"left": ["QUANTIZER.DISABLE", True]}],
+        "W.SPECIFIC", [{"blocks.0.*": ["OBSERVER.TYPE", "mse"]}, {"left": ["QUANTIZER.DISABLE", True]}]
     )
     found = search_bits(calibrated(config), batches(), {"weight_bits": 3}, weight_bits=(2, 3, 4, 8))
     plan = rebuilt(found).plan

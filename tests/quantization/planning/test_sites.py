@@ -207,10 +207,7 @@ class TestReplace:
         ("change", "told"),
         [
             ({"fc.input": {"quantizer": "dorefa"}}, "'dorefa' at fc.input: it is for weight tensors, not for an activ"),
-            (
-                {"fc.weight": {"quantizer": "pact"}},
-                "'pact' at fc.weight: it is for activation tensors, not for a w",
-            ),
+            ({"fc.weight": {"quantizer": "pact"}}, "'pact' at fc.weight: it is for activation tensors, not for a w"),
             ({"fc.input": {"granularity": PerGroup(1, 4)}}, "8-bit per-group-affine at fc.input: .*per-channel-affine"),
         ],
     )

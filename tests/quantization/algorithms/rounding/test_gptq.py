@@ -80,11 +80,7 @@ SCHEMES = {
 def test_every_layer_and_scheme(scheme: str) -> None:
     model, data = float_model(), batches()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = {
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": 3}} | SCHEMES[scheme],
-        "A": {"QUANTIZER": {"BIT": 8}},
-    }
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 3}} | SCHEMES[scheme], "A": {"QUANTIZER": {"BIT": 8}}}
     qmodel = calibrated(model, data, config)
     nearest = error(qmodel, model, batches(2, offset=7))
     found = gptq(qmodel, data)
@@ -243,23 +239,14 @@ def test_a_killed_run_goes_on_with_equal_bits(stop_at: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("backend", "bits", "activations"),
-    [
-        ("onnxruntime", 8, {"BIT": 8}),
-        ("onnxruntime", 4, {"DISABLE": True}),
-        ("virtual", 4, {"BIT": 8}),
-    ],
+    [("onnxruntime", 8, {"BIT": 8}), ("onnxruntime", 4, {"DISABLE": True}), ("virtual", 4, {"BIT": 8})],
 )
 def test_the_exported_file_computes_the_same(
     backend: str, bits: int, activations: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxruntime")
     data = batches()
-    config = {
-        "BACKEND": backend,
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": bits}},
-        "A": {"QUANTIZER": activations},
-    }
+    config = {"BACKEND": backend, "DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": bits}}, "A": {"QUANTIZER": activations}}
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1)
     ).eval()

@@ -315,12 +315,7 @@ def test_the_exported_file_computes_the_same(
 ) -> None:
     pytest.importorskip("onnxruntime")
     model, data = float_model(), batches()
-    config = {
-        "BACKEND": backend,
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": bits}},
-        "A": {"QUANTIZER": activations},
-    }
+    config = {"BACKEND": backend, "DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": bits}}, "A": {"QUANTIZER": activations}}
     qmodel = calibrated(model, data, config)
     assert gain(reconstruct(qmodel, data, method="qdrop", learn_biases=True, **QUICK)) < 1
     reconstruct(qmodel, data, method="distill", **QUICK)
@@ -413,12 +408,7 @@ def test_a_tuple_between_blocks(method: Method) -> None:
 def test_a_config_names_it() -> None:
     model, data = float_model(), batches()
     steps = [{"gptq": {"SWEEPS": 0}}, {"reconstruct": {"METHOD": "brecq", "STEPS": 5, "BLOCKS": ["stem", "head"]}}]
-    config = {
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": 4}},
-        "A": {"QUANTIZER": {"BIT": 8}},
-        "ALGORITHMS": steps,
-    }
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 8}}, "ALGORITHMS": steps}
     qmodel = sparsebit.quantize(model, data, config)
     assert qmodel.applied_algorithms == ("gptq", "reconstruct")
     check_weights_hold_their_values(qmodel)
