@@ -52,18 +52,11 @@ def test_runs_as_a_module(project_root: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize(
-    ("buffering", "arguments"),
-    [
-        ([], ["--version"]),
-        ([], ["quantize", "--help"]),
-        ([], ["config", "check", "virtual", "--json"]),
-        (["-u"], ["--version"]),
-        (["-u"], ["--help"]),
-        pytest.param(["-u"], ["config", "check", "virtual", "--json"], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("buffering", "arguments"), [
+    ([], ["--version"]), ([], ["quantize", "--help"]), ([], ["config", "check", "virtual", "--json"]),
+    (["-u"], ["--version"]), (["-u"], ["--help"]),
+    pytest.param(["-u"], ["config", "check", "virtual", "--json"], marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_a_full_disk_is_a_message(
     buffering: list[str], arguments: list[str], project_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

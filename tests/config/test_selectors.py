@@ -15,24 +15,14 @@ from sparsebit.config.selectors import Override, Selector, matches, matches_any,
 from sparsebit.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("glob", "name", "expected"),
-    [
-        ("layer1.0.conv1", "layer1.0.conv1", True),
-        ("layer1.*", "layer1.0.conv1", True),
-        ("*conv1", "layer1.0.conv1", True),
-        ("layer?.0.conv[12]", "layer3.0.conv2", True),
-        ("layer[!1].*", "layer1.0.conv1", False),
-        ("layer1", "layer1.0.conv1", False),
-        ("LAYER1.*", "layer1.0.conv1", False),
-        ("layer1_0_conv1", "layer1.0.conv1", True),
-        ("*_conv1", "layer1.0.conv1", True),
-        ("layer1.0", "layer1_0", False),
-        ("a.c", "abc", False),
-        ("*", "", True),
-        ("fc", "", False),
-    ],
-)
+@pytest.mark.parametrize(("glob", "name", "expected"), [
+    ("layer1.0.conv1", "layer1.0.conv1", True), ("layer1.*", "layer1.0.conv1", True),
+    ("*conv1", "layer1.0.conv1", True), ("layer?.0.conv[12]", "layer3.0.conv2", True),
+    ("layer[!1].*", "layer1.0.conv1", False), ("layer1", "layer1.0.conv1", False),
+    ("LAYER1.*", "layer1.0.conv1", False), ("layer1_0_conv1", "layer1.0.conv1", True),
+    ("*_conv1", "layer1.0.conv1", True), ("layer1.0", "layer1_0", False), ("a.c", "abc", False), ("*", "", True),
+    ("fc", "", False),
+])  # fmt: skip
 def test_matches(glob: str, name: str, expected: bool) -> None:
     assert matches(glob, name) is expected
 

@@ -105,16 +105,10 @@ def test_scale_brings_the_largest_value_to_448() -> None:
     assert scale.tolist() == pytest.approx([7 / 448, 1.0]) and not zero_point.any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "given"),
-    [
-        ({"bits": 4}, "4 bits"),
-        ({"symmetric": False}, "symmetric=False"),
-        ({"granularity": PerGroup(1, 32)}, "PerGroup"),
-        ({"narrow": True}, "narrow=True"),
-    ],
-    ids=["bits", "affine", "group", "narrow"],
-)
+@pytest.mark.parametrize(("changes", "given"), [
+    ({"bits": 4}, "4 bits"), ({"symmetric": False}, "symmetric=False"), ({"granularity": PerGroup(1, 32)}, "PerGroup"),
+    ({"narrow": True}, "narrow=True"),
+], ids=["bits", "affine", "group", "narrow"])  # fmt: skip
 def test_what_the_format_does_not_have(changes: dict[str, object], given: str) -> None:
     with pytest.raises(SpecError, match=f"{given}.*fp8 has 8 bits, one scale per tensor or per channel"):
         FLOAT8.replace(**changes)

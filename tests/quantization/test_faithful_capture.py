@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel
 from tests.nets import with_layers
-from tests.quantization.tiny import qconfig
+from tests.parameters import first_fast, listed
+from tests.quantization.tiny import prepared, qconfig
 
 
 def plain_copy(model: nn.Module, *args: Any, with_example: bool = True) -> QuantModel:
@@ -77,7 +78,9 @@ both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "n
 
 
 @both
-@pytest.mark.parametrize("name", ["source", "graph", "code", "self", "user_graph", "inputs", "_graph", "_source"])
+@pytest.mark.parametrize(
+    "name", first_fast(listed("source | graph | _graph | self | code | user_graph | inputs | _source"), 4)
+)
 def test_children_of_any_name(name: str, with_example: bool) -> None:
     x = torch.randn(4, 8)
     for outer in (Chain, Opaque):
@@ -285,9 +288,7 @@ def WritesBehindCode(self, x: Tensor) -> Tensor:
 def test_what_a_quantizer_saves_may_be_overwritten(make: Any, example: Any, batch: Any) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(batch, requires_grad=True)
-    qmodel = QuantModel(model, qconfig(bits=16), example_inputs=torch.randn(example))
-    qmodel.prepare_calibration()
-    qmodel(torch.randn(example) * 4)
+    qmodel = prepared(model, [torch.randn(example) * 4], qconfig(bits=16), example_inputs=torch.randn(example))
     qmodel.init_QAT()
     qmodel.accelerate(False)  # every quantizer by itself
     for net in (model, qmodel):

@@ -34,13 +34,19 @@ def qconfig(changes: dict[str, Any] | None = None, *, bits: int = 8, backend: st
     return parse_qconfig(values)
 
 
+def prepared(model: nn.Module, batches: Iterable[Any], config: Any = None, **settings: Any) -> QuantModel:
+    """A model that has seen the batches; its numbers are computed next, by `calc_qparams` or `init_QAT`."""
+    qmodel = QuantModel(model, qconfig() if config is None else config, **settings)
+    qmodel.prepare_calibration()
+    run(qmodel, batches)
+    return qmodel
+
+
 def calibrated(
     model: nn.Module, batches: Iterable[Any], config: Any = None, *, asym: bool = False, **settings: Any
 ) -> QuantModel:
     """A calibrated model with quantization on; batches are single tensors, or tuples of positional arguments."""
-    qmodel = QuantModel(model, qconfig() if config is None else config, **settings)
-    qmodel.prepare_calibration()
-    run(qmodel, batches)
+    qmodel = prepared(model, batches, config, **settings)
     qmodel.calc_qparams(asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel

@@ -64,17 +64,11 @@ def test_the_same_weights_at_every_call(factory: Callable[[], nn.Module]) -> Non
     assert why_random(factory(), factory) == ""
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        (lambda: nn.Linear(3, 2), r"2 of its 2 tensors .*\(weight, bias\)"),
-        (of_numpy, r"\(weight\)"),
-        (of_python, r"\(weight\)"),
-        (new_head, r"2 of its 4 tensors .*\(1.weight, 1.bias\)"),
-        (random_buffer, r"\(noise\)"),
-        (lambda: nn.Linear(3, random.choice(range(2, 10**6))), r"\(weight, bias\)"),
-    ],
-)
+@pytest.mark.parametrize(("factory", "words"), [
+    (lambda: nn.Linear(3, 2), r"2 of its 2 tensors .*\(weight, bias\)"), (of_numpy, r"\(weight\)"),
+    (of_python, r"\(weight\)"), (new_head, r"2 of its 4 tensors .*\(1.weight, 1.bias\)"), (random_buffer, r"\(noise\)"),
+    (lambda: nn.Linear(3, random.choice(range(2, 10**6))), r"\(weight, bias\)"),
+])  # fmt: skip
 def test_other_weights_at_every_call(factory: Callable[[], nn.Module], words: str) -> None:
     found = why_random(factory(), factory)
     assert re.search(words, found), found

@@ -22,16 +22,8 @@ from sparsebit.quantization import QuantModel
 from tests.cli.conftest import Sparsebit
 
 COMMAND = (
-    "quantize",
-    "--model",
-    "own_project:Net",
-    "--data",
-    "own_project:batches",
-    "--device",
-    "cpu",
-    "--output",
-    "saved",
-)
+    "quantize", "--model", "own_project:Net", "--data", "own_project:batches", "--device", "cpu", "--output", "saved",
+)  # fmt: skip
 
 
 def test_saves_what_loads(sparsebit: Sparsebit, project: Path) -> None:

@@ -13,6 +13,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.graph.nodes.captured_block import CapturedBlock
 from sparsebit.quantization.model.quant_model import QuantModel
 from tests.nets import with_layers
+from tests.quantization.tiny import calibrated
 
 
 @with_layers(lambda: {"fc": nn.Linear(8, 8), "act": nn.ReLU()})
@@ -53,12 +54,7 @@ METHODS = [
 
 
 def quantized(model: nn.Module) -> QuantModel:
-    qmodel = QuantModel(model, "onnxruntime", example_inputs=torch.randn(4, 8))
-    qmodel.prepare_calibration()
-    qmodel(torch.randn(4, 8))
-    qmodel.calc_qparams()
-    qmodel.set_quant(w_quant=True, a_quant=True)
-    return qmodel
+    return calibrated(model, [torch.randn(4, 8)], "onnxruntime", example_inputs=torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -75,19 +75,12 @@ def chain(x: Tensor) -> Any:
 
 
 QUESTIONS = {
-    "int": lambda x: int(x.shape[0]) + 1,
-    "float": lambda x: float(x.shape[1]) ** 0.5,
-    "index": lambda x: [1, 2, 3, 4][x.shape[0]],
-    "range": lambda x: sum(range(x.shape[0])) + 1,
-    "len": lambda x: len(x) + 1,
-    "len-of-shape": lambda x: len(x.shape),
-    "unpack-rest": unpack_rest,
-    "chained": chain,
-    "compare": lambda x: 1 if x.shape[0] == x.shape[1] else 2,
-    "loop": loop,
-    "min": lambda x: min(x.shape[0], 3) + 1,
+    "int": lambda x: int(x.shape[0]) + 1, "float": lambda x: float(x.shape[1]) ** 0.5,
+    "index": lambda x: [1, 2, 3, 4][x.shape[0]], "range": lambda x: sum(range(x.shape[0])) + 1,
+    "len": lambda x: len(x) + 1, "len-of-shape": lambda x: len(x.shape), "unpack-rest": unpack_rest, "chained": chain,
+    "compare": lambda x: 1 if x.shape[0] == x.shape[1] else 2, "loop": loop, "min": lambda x: min(x.shape[0], 3) + 1,
     "one-or-true": lambda x: (2 if x.shape[0] else 3) * int(x.shape[0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUESTIONS)

@@ -139,17 +139,11 @@ def test_float_parameters_have_the_reason_of_what_keeps_them_float() -> None:
     assert bag.reason == "embedding bags run in float"
 
 
-@pytest.mark.parametrize(
-    ("write", "is_told"),
-    [
-        (lambda x: x.data.neg_(), True),
-        (lambda x: x.data[:, :2].mul_(2), True),
-        (lambda x: operator.iadd(x.data, 1), True),
-        (lambda x: x.repeat(1, 1).data.relu_(), True),
-        (lambda x: x.detach().neg_(), False),
-        (lambda x: x.data.neg(), False),
-    ],
-)
+@pytest.mark.parametrize(("write", "is_told"), [
+    (lambda x: x.data.neg_(), True), (lambda x: x.data[:, :2].mul_(2), True),
+    (lambda x: operator.iadd(x.data, 1), True), (lambda x: x.repeat(1, 1).data.relu_(), True),
+    (lambda x: x.detach().neg_(), False), (lambda x: x.data.neg(), False),
+])  # fmt: skip
 def test_a_write_that_autograd_does_not_see_is_told(write: Callable[[Tensor], Tensor], is_told: bool) -> None:
     @with_layers(lambda: {"layer": nn.Linear(4, 4)})
     def Net(self, x: Tensor) -> Tensor:

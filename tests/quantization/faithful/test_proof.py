@@ -21,7 +21,7 @@ from sparsebit.graph.checking.verification import Reference
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.faithful import gradient_check, proof
 from tests.nets import with_layers
-from tests.quantization.tiny import calibrated, qconfig
+from tests.quantization.tiny import calibrated, prepared, qconfig
 
 
 def factor(x: Any) -> int:
@@ -554,9 +554,7 @@ def test_calls_without_values_are_not_the_first_one() -> None:
     assert exported.module()(x).shape == (4, 8)
     assert torch.func.vmap(qmodel)(x[None]).shape == (1, 4, 8)
     torch.testing.assert_close(qmodel(x), qmodel.original(x), rtol=0, atol=1e-6)
-    loaded = QuantModel(model, qconfig())
-    loaded.prepare_calibration()
-    loaded(x)
+    loaded = prepared(model, [x])
     loaded.calc_qparams()
     loaded(x)
     assert not loaded.proof.first_call_is_due

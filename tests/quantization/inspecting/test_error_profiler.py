@@ -61,20 +61,11 @@ def test_any_checker(qmodel: QuantModel, is_async: bool) -> None:
     assert all(0 < error < 10 for error in errors.values())
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda x: x,
-        lambda x: [x],
-        lambda x: (part for part in [x]),
-        lambda x: {"x": x},
-        lambda x: [{"x": x}],
-        lambda x: (x, torch.zeros(8)),
-        lambda x: [(x, torch.zeros(8))],
-        lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(8)), batch_size=8),
-    ],
-    ids=["tensor", "list", "generator", "dict", "dicts", "tuple", "tuples", "loader"],
-)
+@pytest.mark.parametrize("wrap", [
+    lambda x: x, lambda x: [x], lambda x: (part for part in [x]), lambda x: {"x": x}, lambda x: [{"x": x}],
+    lambda x: (x, torch.zeros(8)), lambda x: [(x, torch.zeros(8))],
+    lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(8)), batch_size=8),
+], ids=["tensor", "list", "generator", "dict", "dicts", "tuple", "tuples", "loader"])  # fmt: skip
 def test_one_batch_or_many_in_any_form(qmodel: QuantModel, wrap: object) -> None:
     x = torch.randn(8, 6)
     assert qmodel.get_quantization_error(wrap(x)) == qmodel.get_quantization_error(x)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, parse_qconfig
 from tests.nets import with_layers
-from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
+from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, prepared, qconfig, run, site, sites
 
 IMAGES = (2, 3, 8, 8)
 
@@ -130,11 +130,7 @@ class TestConstruction:
     @pytest.mark.gpu
     def test_device_is_obeyed_on_a_gpu(self) -> None:
         model, x = Residual().eval(), torch.randn(IMAGES)
-        qmodel = QuantModel(model, qconfig({"DEVICE": "cuda"}))
-        qmodel.prepare_calibration()
-        run(qmodel, [x.cuda()])
-        qmodel.calc_qparams(asym=True)
-        qmodel.set_quant(w_quant=True, a_quant=True)
+        qmodel = calibrated(model, [x.cuda()], qconfig({"DEVICE": "cuda"}), asym=True)
         assert {t.device.type for t in [*qmodel.parameters(), *qmodel.buffers()]} == {"cuda"}
         assert next(model.parameters()).device.type == "cpu"
         torch.testing.assert_close(qmodel(x.cuda()).cpu(), calibrated(model, [x], asym=True)(x), atol=0.05, rtol=0.05)
@@ -219,9 +215,7 @@ class TestCalls:
         assert caplog.text.count("runs the model's own code") == 1
 
     def test_such_a_batch_counts_in_calibration(self) -> None:
-        qmodel = QuantModel(Guarded().eval(), qconfig(), example_inputs=torch.randn(2, 6))
-        qmodel.prepare_calibration()
-        run(qmodel, [torch.randn(3, 6)])
+        qmodel = prepared(Guarded().eval(), [torch.randn(3, 6)], example_inputs=torch.randn(2, 6))
         qmodel.calc_qparams()
         assert site(qmodel, "fc.input").is_calibrated
 

@@ -14,7 +14,7 @@ from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from tests.nets import with_layers
-from tests.quantization.tiny import calibrated, qconfig, site, sites
+from tests.quantization.tiny import calibrated, prepared, qconfig, site, sites
 
 WEIGHT_ONLY = {"A.QUANTIZER.DISABLE": True}
 LAYERS = {
@@ -136,9 +136,7 @@ def test_a_replaced_weight_is_read() -> None:
 def test_training_updates_the_master_weight() -> None:
     torch.manual_seed(0)
     model, x = Recurrent(nn.LSTM(5, 6)).eval(), torch.randn(4, 3, 5)
-    qmodel = QuantModel(model, qconfig(bits=4))
-    qmodel.prepare_calibration()
-    qmodel(x)
+    qmodel = prepared(model, [x], qconfig(bits=4))
     qmodel.init_QAT()
     qmodel.train()
     optimizer = torch.optim.SGD(qmodel.parameters(), 0.1)

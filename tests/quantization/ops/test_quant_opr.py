@@ -184,15 +184,9 @@ class Frozen(nn.Module):
 
 
 class TestWeightedLayers:
-    @pytest.mark.parametrize(
-        "layer",
-        [
-            nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular"),
-            nn.ConvTranspose1d(4, 6, 3, stride=2),
-            nn.Linear(6, 3),
-        ],
-        ids=["conv", "transposed", "linear"],
-    )
+    @pytest.mark.parametrize("layer", [
+        nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular"), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.Linear(6, 3),
+    ], ids=["conv", "transposed", "linear"])  # fmt: skip
     def test_parametrized_weights_stay_parametrized(self, layer: nn.Module) -> None:
         model, x = nn.Sequential(weight_norm(copy.deepcopy(layer))).eval(), torch.randn(2, 4, 6)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

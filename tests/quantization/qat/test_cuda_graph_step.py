@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import CudaGraphStep, QuantModel, parse_qconfig
 from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 def ready(device: str) -> QuantModel:
@@ -18,9 +19,9 @@ def ready(device: str) -> QuantModel:
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
     )
     config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
-    qmodel = QuantModel(model, parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
-    qmodel.prepare_calibration()
-    qmodel(batch(device)[0])
+    qmodel = prepared(
+        model, [batch(device)[0]], parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}})
+    )
     qmodel.init_QAT()
     return qmodel.train()
 

@@ -466,22 +466,12 @@ class TestDamage:
                 assert description == expected[0]
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected[1].items())
 
-    @pytest.mark.parametrize(
-        "state",
-        [
-            torch.tensor([], dtype=torch.uint8),
-            torch.tensor(3.0),
-            torch.tensor([2, 1], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, 200, 7], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, *b"{}"], dtype=torch.uint8),
-            torch.tensor([0, *b"[]"], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, *b"[1]"], dtype=torch.int64),
-            torch.tensor([True]),
-            torch.tensor([[0.5]]),
-            "text",
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("state", [
+        torch.tensor([], dtype=torch.uint8), torch.tensor(3.0), torch.tensor([2, 1], dtype=torch.uint8),
+        torch.tensor([2, 1, 0, 200, 7], dtype=torch.uint8), torch.tensor([2, 1, 0, *b"{}"], dtype=torch.uint8),
+        torch.tensor([0, *b"[]"], dtype=torch.uint8), torch.tensor([2, 1, 0, *b"[1]"], dtype=torch.int64),
+        torch.tensor([True]), torch.tensor([[0.5]]), "text",
+    ], ids=str)  # fmt: skip
     def test_the_state_of_a_quantizer(self, state: Any) -> None:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
         found = qmodel.state_dict()

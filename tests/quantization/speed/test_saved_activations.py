@@ -16,6 +16,7 @@ from sparsebit.quantization.speed import recomputation
 from sparsebit.quantization.speed.fused_layer import FusedLayer
 from sparsebit.quantization.speed.fusion_guards import substitute_of
 from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 class Block(nn.Module):
@@ -47,9 +48,7 @@ def ready(weights: str = "lsq", activations: str = "lsq") -> QuantModel:
         "W": {"QUANTIZER": {"TYPE": weights, "BIT": 4}},
         "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": activations, "BIT": 4}},
     }
-    qmodel = QuantModel(network(), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(network(), [images()], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 
@@ -326,18 +325,14 @@ class TestWhatMayHappenInBetween:
 
         torch.manual_seed(0)
         config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
-        qmodel = QuantModel(Opaque(), parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
-        qmodel.prepare_calibration()
-        qmodel(images())
+        qmodel = prepared(Opaque(), [images()], parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
         qmodel.init_QAT()
         self.check(lambda candidate: candidate(images()).square().sum(), qmodel)
 
     def test_nothing_stays_alive_without_a_backward(self) -> None:
         config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Conv2d(4, 2, 3), nn.Softmax(1))
-        qmodel = QuantModel(model, parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
-        qmodel.prepare_calibration()
-        qmodel(images())
+        qmodel = prepared(model, [images()], parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
         qmodel.init_QAT()
         everything(qmodel)
         qmodel.train()

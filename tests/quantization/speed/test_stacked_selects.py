@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.speed.stacked_selects import StackedQuantizers
 from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 @with_layers(lambda: {"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16)})
@@ -26,9 +27,7 @@ def ready() -> QuantModel:
     torch.manual_seed(0)
     learned = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
     config = {"DEVICE": "cpu", "W": learned, "A": learned}
-    qmodel = QuantModel(Attention(), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(tokens())
+    qmodel = prepared(Attention(), [tokens()], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel
 

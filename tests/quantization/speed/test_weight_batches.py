@@ -14,7 +14,7 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed import weight_batches
 from sparsebit.quantization.speed.fusion_guards import substitute_of
 from tests.nets import with_layers
-from tests.quantization.tiny import calibrated, qconfig
+from tests.quantization.tiny import calibrated, prepared, qconfig
 
 
 @pytest.fixture
@@ -38,9 +38,7 @@ def ready(kind: str) -> QuantModel:
         },
         "A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
     }
-    qmodel = QuantModel(model, parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(model, [images()], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 
@@ -101,9 +99,7 @@ def Opaque(self, x: Tensor) -> Tensor:
 def test_what_opaque_code_computes_again_is_not_batched() -> None:
     weights = {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}}
     config = {"DEVICE": "cpu", "W": weights, "A": {"QUANTIZER": {"DISABLE": True}}}
-    qmodel = QuantModel(Opaque(), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(Opaque(), [images()], parse_qconfig(config))
     qmodel.init_QAT()
     qmodel.train()(images()).sum().backward()
     assert all(parameter.grad is not None for parameter in qmodel.parameters())

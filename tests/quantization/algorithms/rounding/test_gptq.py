@@ -95,23 +95,12 @@ def test_every_layer_and_scheme(scheme: str) -> None:
         assert codes_of(layer.op.weight, *quantizer.qparams(), quantizer.spec).unique().numel() <= 8
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"act_order": False},
-        {"scale_search": "none"},
-        {"scale_search": "gptq"},
-        {"refit": False},
-        {"sweeps": 0},
-        {"correct_bias": False},
-        {"input_correction": 0.0},
-        {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
-        {"keep_variance": True},
-        {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
-        {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
-    ],
-    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
-)
+@pytest.mark.parametrize("options", [
+    {"act_order": False}, {"scale_search": "none"}, {"scale_search": "gptq"}, {"refit": False}, {"sweeps": 0},
+    {"correct_bias": False}, {"input_correction": 0.0}, {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
+    {"keep_variance": True}, {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
+    {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
+], ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()))  # fmt: skip
 def test_every_option_works_alone(options: dict[str, Any]) -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data)

@@ -364,19 +364,11 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
     check_weights_hold_their_values(qmodel)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "best"}, "method"),
-        ({"rounding": "up"}, "rounding"),
-        ({"drop": 2.0}, "drop"),
-        ({"lr": -1.0}, "lr"),
-        ({"steps": 0}, "steps"),
-        ({"views": 0}, "views"),
-        ({"blocks": ["nowhere"]}, "no node of the graph"),
-        ({"blocks": []}, "at least one module"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"method": "best"}, "method"), ({"rounding": "up"}, "rounding"), ({"drop": 2.0}, "drop"), ({"lr": -1.0}, "lr"),
+    ({"steps": 0}, "steps"), ({"views": 0}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
+    ({"blocks": []}, "at least one module"),
+])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
