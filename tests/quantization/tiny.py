@@ -36,7 +36,9 @@ def qconfig(changes: dict[str, Any] | None = None, *, bits: int = 8, backend: st
 
 def prepared(model: nn.Module, batches: Iterable[Any], config: Any = None, **settings: Any) -> QuantModel:
     """A model that has seen the batches; its numbers are computed next, by `calc_qparams` or `init_QAT`."""
-    qmodel = QuantModel(model, qconfig() if config is None else config, **settings)
+    if config is None and "plan" not in settings:
+        config = qconfig()
+    qmodel = QuantModel(model, config, **settings)
     qmodel.prepare_calibration()
     run(qmodel, batches)
     return qmodel
