@@ -24,17 +24,16 @@ ended() { # waits for a check that was started before, and shows what it printed
   cat "$2"
   return "$status"
 }
-# The two long ones each take one core.
+# The types take the longest: one core for them, and the other one for everything else until they are done.
 mypy > "$outputs/types" 2>&1 & types=$!
-mkdocs build --strict --quiet > "$outputs/docs" 2>&1 & docs=$!
+check "docs" mkdocs build --strict --quiet
 check "style" ruff check --output-format concise .
 check "format" ruff format --check --output-format concise .
 check "layers" lint-imports --no-logo
-check "types" ended "$types" "$outputs/types"
-check "docs" ended "$docs" "$outputs/docs"
 # A part of what scripts/without_speed.sh runs by hand: quantizers, ops and training by the plain path.
 check "without speed" bash scripts/without_speed.sh -m 'not slow' -k 'not compile' \
   tests/quantization/quantizers/test_training.py tests/quantization/quantizers/test_base.py tests/quantization/ops/test_quant_opr.py
+check "types" ended "$types" "$outputs/types"
 [ $# -gt 0 ] || set -- -m "not slow"
 check "tests" pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
 

@@ -64,16 +64,9 @@ ON_ANY_IMAGES = ("prune_imagenet", "ptq_imagenet", "ptq_deit", "qat_imagenet")  
 
 
 LONG = (
-    "ptq_imagenet",
-    "qat_cifar10",
-    "prune_cifar10",
-    "prune_imagenet",
-    "prune_bert",
-    "low_bits_cifar10",
-    "ptq_deit",
-    "ptq_yolo",
-    "qat_imagenet",
-)
+    "ptq_imagenet", "qat_cifar10", "prune_cifar10", "prune_imagenet", "prune_bert", "low_bits_cifar10", "ptq_deit",
+    "ptq_yolo", "qat_imagenet",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])

@@ -17,18 +17,9 @@ README, README_ZH = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL = (
-    "numpy",
-    "scipy",
-    "sklearn",
-    "PIL",
-    "torchvision",
-    "timm",
-    "transformers",
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
+    "numpy", "scipy", "sklearn", "PIL", "torchvision", "timm", "transformers", "onnx", "onnxruntime", "onnxscript",
     "openvino",
-)
+)  # fmt: skip
 
 
 def in_fresh_python(code: str) -> str:

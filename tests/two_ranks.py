@@ -11,6 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def torchrun(script: str, folder: Path, cwd: Path | None = None) -> None:
+    """Two processes of `script`, which gets the folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=cwd or folder, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
 def assert_two_ranks_agree(folder: Path, text: str, *arguments: str) -> None:
     """Run the script `text` as ranks 0 and 1; each has to print "rank N agrees". `folder`: for its file."""
     script = folder / "ranks.py"

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import typer
@@ -16,9 +16,7 @@ import sparsebit as package
 from sparsebit.cli import main
 from sparsebit.cli.main import app
 from sparsebit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 GRAPH = ("graph", "-m", "own_project:Net")
 
@@ -54,12 +52,13 @@ def test_runs_as_a_module(project_root: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("buffering", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["quantize", "--help"], ["config", "check", "virtual", "--json"]]
-)
+@pytest.mark.parametrize(("buffering", "arguments"), [
+    ([], ["--version"]), ([], ["quantize", "--help"]), ([], ["config", "check", "virtual", "--json"]),
+    (["-u"], ["--version"]), (["-u"], ["--help"]),
+    pytest.param(["-u"], ["config", "check", "virtual", "--json"], marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_a_full_disk_is_a_message(
-    arguments: list[str], buffering: list[str], project_root: Path, monkeypatch: pytest.MonkeyPatch
+    buffering: list[str], arguments: list[str], project_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
@@ -84,9 +83,7 @@ def test_help_lists_every_verb_on_one_screen(sparsebit: Sparsebit) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb",
-    [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]],
-    ids=" ".join,
+    "verb", [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]], ids=" ".join
 )
 def test_every_verb_has_help(sparsebit: Sparsebit, verb: list[str]) -> None:
     answer = sparsebit(*verb, "-h")

@@ -48,19 +48,11 @@ def test_sections_have_no_choices() -> None:
     assert all(not choices(field) for _, field in walk(QuantConfig) if section_of(field))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("backend", "BACKEND"),
-        ("W.QUANTZER", "W.QUANTIZER"),
-        ("A.QUANTIZER.BITS", "A.QUANTIZER.BIT"),
-        ("A.BIT", "A.QUANTIZER.BIT"),
-        ("W.bit", "W.QUANTIZER.BIT"),
-        ("FUSE_BN", "SCHEDULE.FUSE_BN"),
-        ("A.PERCENTILE", "A.OBSERVER.PERCENTILE"),
-        ("W.ALPHA", "W.OBSERVER.PERCENTILE.ALPHA"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "right"), [
+    ("backend", "BACKEND"), ("W.QUANTZER", "W.QUANTIZER"), ("A.QUANTIZER.BITS", "A.QUANTIZER.BIT"),
+    ("A.BIT", "A.QUANTIZER.BIT"), ("W.bit", "W.QUANTIZER.BIT"), ("FUSE_BN", "SCHEDULE.FUSE_BN"),
+    ("A.PERCENTILE", "A.OBSERVER.PERCENTILE"), ("W.ALPHA", "W.OBSERVER.PERCENTILE.ALPHA"),
+])  # fmt: skip
 def test_meant(wrong: str, right: str) -> None:
     assert meant(QuantConfig, tuple(wrong.split("."))) == tuple(right.split("."))
 

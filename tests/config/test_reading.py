@@ -8,6 +8,7 @@ import pytest
 
 from sparsebit.config.reading import MAX_BYTES, Document, read
 from sparsebit.errors import ConfigError
+from tests.parameters import listed
 
 TEXT = "BACKEND: virtual\nW:\n  QUANTIZER: {BIT: 8}\n  SPECIFIC:\n    - {fc: [QUANTIZER.BIT, 4]}\n"
 VALUES = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}]}}
@@ -117,29 +118,16 @@ class TestFaults:
                 "W:\n\tBIT: 8\n",
                 "line 2, column 1: found character '\\t' that cannot start any token; indent with spaces",
             ),
-            (
-                "A:\n  SPECIFIC: [{*norm: [QUANTIZER.BIT, 8]}]\n",
-                'a glob that starts with * must be quoted: "*.fc"',
-            ),
+            ("A:\n  SPECIFIC: [{*norm: [QUANTIZER.BIT, 8]}]\n", 'a glob that starts with * must be quoted: "*.fc"'),
             ("W: {A: 1}\n1: 2\n", "line 2: a key must be text; put 1 in quotes"),
             ("no: 2\nW: 1\n", "line 1: a key must be text; put no in quotes"),
             ("? [a]\n: 3\n", "line 1: a key must be text, not a list or a mapping"),
             ("W: 1\n---\nA: 1\n", "but found another document"),
             ("W: 2020-13-45\n", "month must be in 1..12"),
         ],
-        ids=[
-            "empty",
-            "list",
-            "text",
-            "open brace",
-            "tab",
-            "bare star",
-            "number",
-            "YAML 1.1 no",
-            "list key",
-            "two",
-            "date",
-        ],
+        ids=listed("""
+            empty | list | text | open brace | tab | bare star | number | YAML 1.1 no | list key | two | date
+        """),
     )
     def test_yaml(self, text: str, expected: str) -> None:
         assert expected in told(text)

@@ -154,10 +154,7 @@ class TestResolve:
                 ["QUANTIZER.BIT", "4"],
                 "A.QUANTIZER.BIT='4' at fc: allowed: a whole number, 1 to 16; it was given as text",
             ),
-            (
-                ["QUANTIZER.TYPE", "unifrom"],
-                "A.QUANTIZER.TYPE='unifrom' at fc: allowed: lsq, lsq+, pact, uniform",
-            ),
+            (["QUANTIZER.TYPE", "unifrom"], "A.QUANTIZER.TYPE='unifrom' at fc: allowed: lsq, lsq+, pact, uniform"),
             (
                 ["QUANTIZER", {"BIT": 4}],
                 "={'BIT': 4} at fc: holds further keys; set one of QUANTIZER.TYPE, QUANTIZER.BIT",

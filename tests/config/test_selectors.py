@@ -15,24 +15,14 @@ from sparsebit.config.config_errors import Faults
 from sparsebit.config.selectors import Override, Selector, matches, matches_any, near_names, read_overrides
 
 
-@pytest.mark.parametrize(
-    ("glob", "name", "expected"),
-    [
-        ("layer1.0.conv1", "layer1.0.conv1", True),
-        ("layer1.*", "layer1.0.conv1", True),
-        ("*conv1", "layer1.0.conv1", True),
-        ("layer?.0.conv[12]", "layer3.0.conv2", True),
-        ("layer[!1].*", "layer1.0.conv1", False),
-        ("layer1", "layer1.0.conv1", False),
-        ("LAYER1.*", "layer1.0.conv1", False),
-        ("layer1_0_conv1", "layer1.0.conv1", True),
-        ("*_conv1", "layer1.0.conv1", True),
-        ("layer1.0", "layer1_0", False),
-        ("a.c", "abc", False),
-        ("*", "", True),
-        ("fc", "", False),
-    ],
-)
+@pytest.mark.parametrize(("glob", "name", "expected"), [
+    ("layer1.0.conv1", "layer1.0.conv1", True), ("layer1.*", "layer1.0.conv1", True),
+    ("*conv1", "layer1.0.conv1", True), ("layer?.0.conv[12]", "layer3.0.conv2", True),
+    ("layer[!1].*", "layer1.0.conv1", False), ("layer1", "layer1.0.conv1", False),
+    ("LAYER1.*", "layer1.0.conv1", False), ("layer1_0_conv1", "layer1.0.conv1", True),
+    ("*_conv1", "layer1.0.conv1", True), ("layer1.0", "layer1_0", False), ("a.c", "abc", False), ("*", "", True),
+    ("fc", "", False),
+])  # fmt: skip
 def test_matches(glob: str, name: str, expected: bool) -> None:
     assert matches(glob, name) is expected
 
@@ -74,8 +64,7 @@ class TestSelector:
         assert globs_for([Override(name, ()) for name in ("*", glob, "other*")], glob) == ["*", glob]
 
     @given(
-        st.lists(st.text("ab.[]!*?_A1", min_size=1, max_size=5), max_size=8),
-        st.text("ab._A1", min_size=1, max_size=6),
+        st.lists(st.text("ab.[]!*?_A1", min_size=1, max_size=5), max_size=8), st.text("ab._A1", min_size=1, max_size=6)
     )
     def test_finds_what_trying_every_glob_finds(self, globs: list[str], name: str) -> None:
         expected = [glob for glob in globs if glob == name or matches(glob, name)]

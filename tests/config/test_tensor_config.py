@@ -18,23 +18,13 @@ def value_of(key: str, given: object) -> object:
     return found
 
 
-@pytest.mark.parametrize(
-    ("key", "default"),
-    [
-        ("W.QSCHEME", "per-channel-symmetric"),
-        ("A.QSCHEME", "per-tensor-affine"),
-        ("W.QUANTIZER.TYPE", "uniform"),
-        ("W.QUANTIZER.DISABLE", False),
-        ("W.QUANTIZER.GROUP_SIZE", 128),
-        ("W.OBSERVER.TYPE", "minmax"),
-        ("W.OBSERVER.PERCENTILE.ALPHA", 0.001),
-        ("W.OBSERVER.ACIQ.DISTRIBUTION", "GAUS"),
-        ("A.QUANTIZER.PACT.ALPHA_VALUE", 10.0),
-        ("A.OBSERVER.MOVING_AVERAGE.EMA_RATIO", 0.9),
-        ("A.OBSERVER.LAYOUT", "NCHW"),
-        ("A.QADD.ENABLE_QUANT", False),
-    ],
-)
+@pytest.mark.parametrize(("key", "default"), [
+    ("W.QSCHEME", "per-channel-symmetric"), ("A.QSCHEME", "per-tensor-affine"), ("W.QUANTIZER.TYPE", "uniform"),
+    ("W.QUANTIZER.DISABLE", False), ("W.QUANTIZER.GROUP_SIZE", 128), ("W.OBSERVER.TYPE", "minmax"),
+    ("W.OBSERVER.PERCENTILE.ALPHA", 0.001), ("W.OBSERVER.ACIQ.DISTRIBUTION", "GAUS"),
+    ("A.QUANTIZER.PACT.ALPHA_VALUE", 10.0), ("A.OBSERVER.MOVING_AVERAGE.EMA_RATIO", 0.9), ("A.OBSERVER.LAYOUT", "NCHW"),
+    ("A.QADD.ENABLE_QUANT", False),
+])  # fmt: skip
 def test_defaults(key: str, default: object) -> None:
     found: object = QuantConfig.from_dict(config())
     for name in key.split("."):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.quantization import QuantModel
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 CHANNELS = 8
@@ -115,8 +116,8 @@ def quantized(seed: int, backend: str) -> tuple[QuantModel, Tensor]:
     return calibrated(model, [images], qconfig(changes, backend=backend)), images
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("backend", first_fast(["onnxruntime", "virtual"]))
+@pytest.mark.parametrize("seed", first_fast(range(8)))
 def test_the_file_computes_what_was_simulated(seed: int, backend: str, tmp_path: Path) -> None:
     qmodel, images = quantized(seed, backend)
     axes = {"x": {0: "batch"}} if seed % 2 else None

@@ -6,7 +6,8 @@ What depends on earlier calls has a period of two calls, as the inputs have: cal
 from __future__ import annotations
 
 from tests.fuzz.program import Variable
-from tests.fuzz.scope import Scope, batch_first
+from tests.fuzz.scope import Scope, batch_first, given_float
+from tests.parameters import listed
 
 REVERSAL = """\
 class Reversal(torch.autograd.Function):
@@ -56,11 +57,9 @@ def _plain(v: Variable) -> bool:
     return batch_first(v) and len(v.shape) >= 2 and v.dtype == "float"
 
 
-def state(scope: Scope) -> bool:
+@given_float(_plain)
+def state(scope: Scope, x: Variable) -> bool:
     """Attributes that forward reads and writes."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     m, new, width = f"self.{scope.member()}", scope.new(x.shape), x.shape[-1]
     a, b = x.name, new.name
     flat = f"{a}.detach().reshape(-1, {width}).mean(0)"
@@ -88,59 +87,23 @@ def state(scope: Scope) -> bool:
     return scope.say(*lines, target=new, stands_for=x, members=tuple(members))
 
 
-QUESTIONS = [
-    "{a}.shape[0] > 2",
-    "{a}.dim() == 2",
-    "self.training",
-    "not self.training",
-    "self.training == False",
-    "self.training is False",
-    "isinstance({a}, torch.Tensor)",
-    "torch.is_tensor({a})",
-    "type({a}) is torch.Tensor",
-    "hasattr({a}, 'shape')",
-    "hasattr({a}, 'tensors')",
-    "{a}.dtype == torch.float32",
-    "{a}.requires_grad",
-    "{a}.is_cuda",
-    "torch.is_grad_enabled()",
-    "{a}.sum() > 0",
-    "float({a}.mean()) > 0",
-    "torch.any({a} > 0)",
-    "{a}.max().item() > 0.5",
-    "len({a}) == 2",
-    "{a}.is_contiguous()",
-    "isinstance({a}, nn.Parameter)",
-    "torch.jit.is_scripting()",
-    "{a}.device.type == 'cpu'",
-    "{a}.shape[-1] % 4 == 0",
-    "{a}.numel() > 16",
-    "isinstance({a}, (list, tuple))",
-    "{a}.ndim > 2 and {a}.size(1) == 4",
-    "bool(({a} > 0).all())",
-    "{a} is None",
-    "{a}.is_floating_point()",
-    "torch.is_floating_point({a})",
-    "{a}.size() == torch.Size([2, 8])",
-    "{a}.grad_fn is None",
-    "callable({a})",
-    "isinstance({a}, (torch.Tensor, list))",
-    "{a}.is_leaf",
-    "id({a}) == 0",
-    "type({a}).__name__ == 'Tensor'",
-    "isinstance({a}.shape[0], int)",
-    "{a}.stride(-1) == 1",
-    "{a}.shape == (3, 8)",
-    "issubclass(type({a}), torch.Tensor)",
-    "getattr({a}, 'mask', None) is None",
-    "{a}.__class__ is torch.Tensor",
-]
+QUESTIONS = listed("""
+    {a}.shape[0] > 2 | {a}.dim() == 2 | self.training | not self.training | self.training == False |
+    self.training is False | isinstance({a}, torch.Tensor) | torch.is_tensor({a}) | type({a}) is torch.Tensor |
+    hasattr({a}, 'shape') | hasattr({a}, 'tensors') | {a}.dtype == torch.float32 | {a}.requires_grad | {a}.is_cuda |
+    torch.is_grad_enabled() | {a}.sum() > 0 | float({a}.mean()) > 0 | torch.any({a} > 0) | {a}.max().item() > 0.5 |
+    len({a}) == 2 | {a}.is_contiguous() | isinstance({a}, nn.Parameter) | torch.jit.is_scripting() |
+    {a}.device.type == 'cpu' | {a}.shape[-1] % 4 == 0 | {a}.numel() > 16 | isinstance({a}, (list, tuple)) |
+    {a}.ndim > 2 and {a}.size(1) == 4 | bool(({a} > 0).all()) | {a} is None | {a}.is_floating_point() |
+    torch.is_floating_point({a}) | {a}.size() == torch.Size([2, 8]) | {a}.grad_fn is None | callable({a}) |
+    isinstance({a}, (torch.Tensor, list)) | {a}.is_leaf | id({a}) == 0 | type({a}).__name__ == 'Tensor' |
+    isinstance({a}.shape[0], int) | {a}.stride(-1) == 1 | {a}.shape == (3, 8) | issubclass(type({a}), torch.Tensor) |
+    getattr({a}, 'mask', None) is None | {a}.__class__ is torch.Tensor
+""")
 
 
-def branch(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def branch(scope: Scope, x: Variable) -> bool:
     new = scope.new(x.shape)
     a, b, question = x.name, new.name, scope.choices.pick(QUESTIONS).format(a=x.name)
     forms = [
@@ -152,18 +115,17 @@ def branch(scope: Scope) -> bool:
     return scope.say(*scope.choices.pick(forms), target=new, stands_for=x)
 
 
-def layer_branch(scope: Scope) -> bool:
+@given_float(_plain)
+def layer_branch(scope: Scope, x: Variable) -> bool:
     """A branch on what a layer is."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     m, new, width = f"self.{scope.member()}", scope.new(x.shape), x.shape[-1]
     a, b = x.name, new.name
-    questions = (
-        f"isinstance({m}, nn.Linear)|type({m}) is nn.Linear|hasattr({m}, 'weight')|{m}.in_features == {width}|"
-        f"{m}.weight.shape[0] == 4|{m}.bias is not None|isinstance({m}, nn.Module)|len({m}._forward_hooks) > 0|"
-        f"{m}.__class__.__name__ == 'Linear'|{m}.training|{m}.weight.requires_grad|any(True for _ in {m}.children())"
-    ).split("|")
+    questions = listed(f"""
+        isinstance({m}, nn.Linear) | type({m}) is nn.Linear | hasattr({m}, 'weight') | {m}.in_features == {width} |
+        {m}.weight.shape[0] == 4 | {m}.bias is not None | isinstance({m}, nn.Module) | len({m}._forward_hooks) > 0 |
+        {m}.__class__.__name__ == 'Linear' | {m}.training | {m}.weight.requires_grad |
+        any(True for _ in {m}.children())
+    """)
     question = scope.choices.pick(questions)
     body = scope.choices.pick(["", f"if {a}.sum() > 1e9:|    {a} = {a} / 2"]).split("|")
     lines = [line for line in body if line]
@@ -171,10 +133,8 @@ def layer_branch(scope: Scope) -> bool:
     return scope.say(*lines, target=new, stands_for=x, members=(f"{m} = nn.Linear({width}, {width})",))
 
 
-def loop(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def loop(scope: Scope, x: Variable) -> bool:
     new = scope.new(x.shape)
     a, b = x.name, new.name
     forms = [
@@ -196,11 +156,9 @@ def loop(scope: Scope) -> bool:
     return scope.say(*scope.choices.pick(forms), target=new, stands_for=x)
 
 
-def hook(scope: Scope) -> bool:
+@given_float(_plain)
+def hook(scope: Scope, x: Variable) -> bool:
     """Hooks on a leaf layer, on what folding folds, or on a block."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     width = x.shape[-1]
     inits = [f"nn.Linear({width}, {width})", "nn.ReLU()", f"nn.Sequential(nn.Linear({width}, {width}), nn.ReLU())"]
     afters = [
@@ -220,10 +178,8 @@ def hook(scope: Scope) -> bool:
     return scope.layer(init, x, x.shape, after, prelude=(HOOKS,))
 
 
-def patched_forward(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def patched_forward(scope: Scope, x: Variable) -> bool:
     width = x.shape[-1]
     init = scope.choices.pick(
         [f"nn.Linear({width}, {width})", f"nn.Sequential(nn.Linear({width}, {width}), nn.ReLU())"]
@@ -236,37 +192,23 @@ def patched_forward(scope: Scope) -> bool:
     return scope.layer(init, x, x.shape, scope.choices.pick(afters), prelude=(WRAP,))
 
 
-def random_numbers(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
-    forms = [
-        "F.dropout({x}, 0.5)",
-        "F.dropout({x}, 0.5, training=True)",
-        "{x} * torch.rand_like({x})",
-        "{x} + torch.randn({x}.shape)",
-        "{x} * torch.bernoulli(torch.full_like({x}, 0.5))",
-        "{x} + torch.normal(0., 1., size={x}.shape)",
-        "{x} * torch.rand(())",
-        "{x} + torch.empty_like({x}).normal_()",
-        "{x} * random.random()",
-        "{x}[..., torch.randperm({x}.shape[-1])]",
-        "{x} + torch.randint(0, 3, {x}.shape)",
-        "{x} + torch.empty({x}.shape[-1]).uniform_()",
-        "F.alpha_dropout({x}, 0.5, True)",
-        "{x} + torch.zeros_like({x}).bernoulli_(0.5)",
-        "{x} if random.random() < 0.5 else -{x}",
-        "{x} * torch.randn(1).item()",
-        "{x} * torch.rand({x}.shape[0], *[1] * ({x}.dim() - 1)).round()",
-        "{x} + torch.normal(torch.zeros_like({x}), 1.)",
-    ]
+@given_float(_plain)
+def random_numbers(scope: Scope, x: Variable) -> bool:
+    forms = listed("""
+        F.dropout({x}, 0.5) | F.dropout({x}, 0.5, training=True) | {x} * torch.rand_like({x}) |
+        {x} + torch.randn({x}.shape) | {x} * torch.bernoulli(torch.full_like({x}, 0.5)) |
+        {x} + torch.normal(0., 1., size={x}.shape) | {x} * torch.rand(()) | {x} + torch.empty_like({x}).normal_() |
+        {x} * random.random() | {x}[..., torch.randperm({x}.shape[-1])] | {x} + torch.randint(0, 3, {x}.shape) |
+        {x} + torch.empty({x}.shape[-1]).uniform_() | F.alpha_dropout({x}, 0.5, True) |
+        {x} + torch.zeros_like({x}).bernoulli_(0.5) | {x} if random.random() < 0.5 else -{x} |
+        {x} * torch.randn(1).item() | {x} * torch.rand({x}.shape[0], *[1] * ({x}.dim() - 1)).round() |
+        {x} + torch.normal(torch.zeros_like({x}), 1.)
+    """)
     return scope.assign(scope.choices.pick(forms).format(x=x.name), x)
 
 
-def autograd(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def autograd(scope: Scope, x: Variable) -> bool:
     new, width = scope.new(x.shape), x.shape[-1]
     a, b, m = x.name, new.name, f"self.{scope.member()}"
     layer = (f"{m} = nn.Linear({width}, {width})",)
@@ -287,26 +229,16 @@ def autograd(scope: Scope) -> bool:
     return scope.say(*lines, target=new, stands_for=x, members=members, prelude=prelude)
 
 
-def number_type(scope: Scope) -> bool:
-    x = scope.float()
-    if x is None:
-        return False
+@given_float()
+def number_type(scope: Scope, x: Variable) -> bool:
     if x.dtype == "double":
         form = scope.choices.pick(["{x}.float()", "{x}.to(torch.float32)", "{x}.type(torch.float32)"])
         return scope.assign(form.format(x=x.name), x, dtype="float")
-    forms = [
-        "{x}.double()",
-        "{x}.to(torch.float64)",
-        "{x}.half().float()",
-        "{x}.to({x}.dtype)",
-        "{x}.bfloat16().to({x}.dtype)",
-        "{x}.float()",
-        "{x}.type_as({x})",
-        "{x}.to({x})",
-        "({x}.double() * 2).to({x}.dtype)",
-        "{x}.to('cpu')",
-        "{x} * {x}.new_ones(1)",
-    ]
+    forms = listed("""
+        {x}.double() | {x}.to(torch.float64) | {x}.half().float() | {x}.to({x}.dtype) | {x}.bfloat16().to({x}.dtype) |
+        {x}.float() | {x}.type_as({x}) | {x}.to({x}) | ({x}.double() * 2).to({x}.dtype) | {x}.to('cpu') |
+        {x} * {x}.new_ones(1)
+    """)
     form = scope.choices.pick(forms)
     is_double = form in ("{x}.double()", "{x}.to(torch.float64)")
     return scope.assign(form.format(x=x.name), x, dtype="double" if is_double else "float")

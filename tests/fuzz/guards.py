@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.program import Variable
-from tests.fuzz.scope import Scope, batch_first
+from tests.fuzz.scope import Scope, batch_first, given_float
 
 KNOB = "knob"  # the names of plain attributes that a user may change after the copy was built
 
@@ -12,11 +12,9 @@ def _plain(v: Variable) -> bool:
     return batch_first(v) and len(v.shape) >= 2 and v.dtype == "float"
 
 
-def guarded_layer(scope: Scope) -> bool:
+@given_float(_plain)
+def guarded_layer(scope: Scope, x: Variable) -> bool:
     """Two layers, of which a call takes one: by the batch size (2 and 3 take turns), a number, a list or the mode."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     m, new, width = f"self.{scope.member()}", scope.new(x.shape), x.shape[-1]
     a, b, init = x.name, new.name, f"nn.Linear({width}, {width})"
     layers = f"{m} = nn.ModuleList([{init}, {init}, {init}])"
@@ -31,11 +29,9 @@ def guarded_layer(scope: Scope) -> bool:
     return scope.say(*scope.choices.pick(forms), target=new, stands_for=x, members=(layers,))
 
 
-def sentinel(scope: Scope) -> bool:
+@given_float(_plain)
+def sentinel(scope: Scope, x: Variable) -> bool:
     """Masks whose numbers stand for minus infinity, and the softmax that removes them."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     new, a, width = scope.new(x.shape), x.name, x.shape[-1]
     least, mask = f"torch.finfo({a}.dtype).min", f"(torch.arange({width}) > 1)"
     forms = [
@@ -50,11 +46,9 @@ def sentinel(scope: Scope) -> bool:
     return scope.say(line, target=new, stands_for=x)
 
 
-def knob(scope: Scope) -> bool:
+@given_float(_plain)
+def knob(scope: Scope, x: Variable) -> bool:
     """A plain attribute that forward reads."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     scope.names.num_members += 1
     m, new, a = f"self.{KNOB}{scope.names.num_members}", scope.new(x.shape), x.name
     form = scope.choices.pick([f"{a} * {m}", f"{a} + {m}", f"({a} / {m}).tanh()", f"{a} * 2 if {m} > 2 else {a} - 1"])

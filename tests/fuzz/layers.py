@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from tests.fuzz.program import BATCH, Variable
-from tests.fuzz.scope import Scope, batch_first, has_rank
+from tests.fuzz.scope import Scope, batch_first, given_float, has_rank
+from tests.parameters import listed
 
 
 def _is_single(v: Variable) -> bool:
     return v.dtype == "float"
 
 
-def linear(scope: Scope) -> bool:
-    x = scope.float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
-    if x is None:
-        return False
+@given_float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
+def linear(scope: Scope, x: Variable) -> bool:
     width = scope.choices.pick([8, 4, x.shape[-1]])
     bias = scope.choices.pick(["", ", bias=False"])
     return scope.layer(f"nn.Linear({x.shape[-1]}, {width}{bias})", x, (*x.shape[:-1], width))
 
 
-def convolution(scope: Scope) -> bool:
-    x = scope.float(lambda v: _is_single(v) and has_rank(3, 4)(v))
-    if x is None:
-        return False
+@given_float(lambda v: _is_single(v) and has_rank(3, 4)(v))
+def convolution(scope: Scope, x: Variable) -> bool:
     dims, channels = len(x.shape) - 2, x.shape[1]
     width = scope.choices.pick([4, 8])
     kind = scope.choices.pick([f"Conv{dims}d", f"ConvTranspose{dims}d"])
@@ -39,10 +36,8 @@ def convolution(scope: Scope) -> bool:
     return True
 
 
-def norm(scope: Scope) -> bool:
-    x = scope.float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
-    if x is None:
-        return False
+@given_float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
+def norm(scope: Scope, x: Variable) -> bool:
     channels = x.shape[1]
     options = [f"nn.LayerNorm({x.shape[-1]})"] if x.shape[-1] >= 4 else []
     if len(x.shape) <= 4:
@@ -52,84 +47,31 @@ def norm(scope: Scope) -> bool:
     return scope.layer(scope.choices.pick(options), x, x.shape) if options else False
 
 
-def activation(scope: Scope) -> bool:
-    x = scope.float()
-    if x is None:
-        return False
-    kinds = [
-        "ReLU()",
-        "ReLU6()",
-        "GELU()",
-        "SiLU()",
-        "Hardswish()",
-        "Sigmoid()",
-        "Tanh()",
-        "LeakyReLU(0.1)",
-        "ELU()",
-        "Hardsigmoid()",
-        "Softplus()",
-        "Identity()",
-        "Dropout(0.5)",
-        "PReLU()",
-        "Mish()",
-        "Hardtanh()",
-        "CELU()",
-        "ReLU()",
-    ]
+@given_float()
+def activation(scope: Scope, x: Variable) -> bool:
+    kinds = listed("""
+        ReLU() | ReLU6() | GELU() | SiLU() | Hardswish() | Sigmoid() | Tanh() | LeakyReLU(0.1) | ELU() | Hardsigmoid() |
+        Softplus() | Identity() | Dropout(0.5) | PReLU() | Mish() | Hardtanh() | CELU() | ReLU()
+    """)
     kind = scope.choices.pick(kinds)
     if kind == "PReLU()" and x.dtype != "float":
         kind = "ReLU()"
     return scope.layer(f"nn.{kind}", x, x.shape)
 
 
-def function(scope: Scope) -> bool:
-    x = scope.float()
-    if x is None:
-        return False
-    forms = [
-        "torch.relu({x})",
-        "{x}.relu()",
-        "F.relu({x})",
-        "torch.sigmoid({x})",
-        "{x}.tanh()",
-        "F.gelu({x})",
-        "F.silu({x})",
-        "{x} * 2",
-        "{x} + 1",
-        "1 - {x}",
-        "-{x}",
-        "{x}.clamp(-1, 1)",
-        "torch.clamp({x}, min=0.)",
-        "{x}.abs()",
-        "{x} * {x}",
-        "F.leaky_relu({x}, 0.2)",
-        "{x}.square()",
-        "torch.sin({x})",
-        "F.hardswish({x})",
-        "{x} / 2",
-        "{x}.softmax(-1)",
-        "F.dropout({x}, 0.5, self.training)",
-        "{x}.clone()",
-        "torch.where({x} > 0, {x}, 0.1 * {x})",
-        "{x}.flip(-1)",
-        "torch.roll({x}, 1, -1)",
-        "{x} - {x}.mean()",
-        "{x}.contiguous()",
-        "F.normalize({x} + 3, dim=-1)",
-        "{x} / (1 + {x}.abs())",
-        "F.hardtanh({x})",
-        "{x}.cumsum(-1)",
-        "torch.maximum({x}, -{x})",
-        "F.relu6({x})",
-        "{x} * torch.ones({x}.shape[-1])",
-        "{x} + torch.arange({x}.shape[-1])",
-        "{x} * self.training",
-        "{x}.masked_fill({x} < 0, 0.)",
-        "{x}.sort(-1).values",
-        "F.softplus({x})",
-        "torch.einsum('...i->...i', {x})",
-        "{x}.neg()",
-    ]
+@given_float()
+def function(scope: Scope, x: Variable) -> bool:
+    forms = listed("""
+        torch.relu({x}) | {x}.relu() | F.relu({x}) | torch.sigmoid({x}) | {x}.tanh() | F.gelu({x}) | F.silu({x}) |
+        {x} * 2 | {x} + 1 | 1 - {x} | -{x} | {x}.clamp(-1, 1) | torch.clamp({x}, min=0.) | {x}.abs() | {x} * {x} |
+        F.leaky_relu({x}, 0.2) | {x}.square() | torch.sin({x}) | F.hardswish({x}) | {x} / 2 | {x}.softmax(-1) |
+        F.dropout({x}, 0.5, self.training) | {x}.clone() | torch.where({x} > 0, {x}, 0.1 * {x}) | {x}.flip(-1) |
+        torch.roll({x}, 1, -1) | {x} - {x}.mean() | {x}.contiguous() | F.normalize({x} + 3, dim=-1) |
+        {x} / (1 + {x}.abs()) | F.hardtanh({x}) | {x}.cumsum(-1) | torch.maximum({x}, -{x}) | F.relu6({x}) |
+        {x} * torch.ones({x}.shape[-1]) | {x} + torch.arange({x}.shape[-1]) | {x} * self.training |
+        {x}.masked_fill({x} < 0, 0.) | {x}.sort(-1).values | F.softplus({x}) | torch.einsum('...i->...i', {x}) |
+        {x}.neg()
+    """)
     return scope.assign(scope.choices.pick(forms).format(x=x.name), x)
 
 
@@ -138,23 +80,12 @@ def binary(scope: Scope) -> bool:
     y = scope.like(x) if x is not None else None
     if x is None or y is None:
         return False
-    forms = [
-        "{x} + {y}",
-        "{x} - {y}",
-        "{x} * {y}",
-        "torch.add({x}, {y})",
-        "torch.add({x}, {y}, alpha=2)",
-        "torch.mul({x}, {y})",
-        "{x}.add({y})",
-        "torch.maximum({x}, {y})",
-        "{x} / (2 + {y}.abs())",
-        "torch.lerp({x}, {y}, 0.3)",
-        "sum([{x}, {y}])",
-        "torch.stack([{x}, {y}]).sum(0)",
-        "torch.where({x} > 0, {x}, {x} * 0) + {y}",
-        "torch.addcmul({x}, {y}, {y})",
-        "torch.stack(({x}, {y}), -1).mean(-1)",
-    ]
+    forms = listed("""
+        {x} + {y} | {x} - {y} | {x} * {y} | torch.add({x}, {y}) | torch.add({x}, {y}, alpha=2) | torch.mul({x}, {y}) |
+        {x}.add({y}) | torch.maximum({x}, {y}) | {x} / (2 + {y}.abs()) | torch.lerp({x}, {y}, 0.3) | sum([{x}, {y}]) |
+        torch.stack([{x}, {y}]).sum(0) | torch.where({x} > 0, {x}, {x} * 0) + {y} | torch.addcmul({x}, {y}, {y}) |
+        torch.stack(({x}, {y}), -1).mean(-1)
+    """)
     return scope.assign(scope.choices.pick(forms).format(x=x.name, y=y.name), x)
 
 
@@ -171,10 +102,8 @@ def concat(scope: Scope) -> bool:
     return scope.assign(form.format(x=x.name, y=y.name), x, (*x.shape[:-1], 2 * x.shape[-1]))
 
 
-def reduce(scope: Scope) -> bool:
-    x = scope.float(lambda v: len(v.shape) >= 3 and batch_first(v))
-    if x is None:
-        return False
+@given_float(lambda v: len(v.shape) >= 3 and batch_first(v))
+def reduce(scope: Scope, x: Variable) -> bool:
     dim = scope.choices.between(1, len(x.shape) - 1)
     form = scope.choices.pick(
         ["{x}.mean({d})", "{x}.sum({d})", "{x}.amax({d})", "torch.mean({x}, dim={d})", "{x}.max({d})[0]"]
@@ -182,10 +111,8 @@ def reduce(scope: Scope) -> bool:
     return scope.assign(form.format(x=x.name, d=dim), x, tuple(n for i, n in enumerate(x.shape) if i != dim))
 
 
-def matmul(scope: Scope) -> bool:
-    x = scope.float(lambda v: has_rank(3)(v) and _is_single(v))
-    if x is None:
-        return False
+@given_float(lambda v: has_rank(3)(v) and _is_single(v))
+def matmul(scope: Scope, x: Variable) -> bool:
     rows = x.shape[1]
     square, same = (BATCH, rows, rows), x.shape
     forms = [
@@ -200,10 +127,8 @@ def matmul(scope: Scope) -> bool:
     return scope.assign(form.format(x=x.name), x, shape)
 
 
-def own_weight(scope: Scope) -> bool:
-    x = scope.float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
-    if x is None:
-        return False
+@given_float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
+def own_weight(scope: Scope, x: Variable) -> bool:
     name, width = f"self.{scope.member()}", x.shape[-1]
     forms = [
         (f"nn.Parameter(torch.randn({width}))", "{x} * {m}", width),
@@ -222,18 +147,14 @@ def own_weight(scope: Scope) -> bool:
     return scope.say(line, target=new, stands_for=x, members=(f"{name} = {init}",))
 
 
-def attention(scope: Scope) -> bool:
-    x = scope.float(lambda v: has_rank(3)(v) and _is_single(v) and v.shape[2] in (4, 8))
-    if x is None:
-        return False
+@given_float(lambda v: has_rank(3)(v) and _is_single(v) and v.shape[2] in (4, 8))
+def attention(scope: Scope, x: Variable) -> bool:
     call = scope.choices.pick(["{m}({x}, {x}, {x})[0]", "{m}({x}, {x}, {x}, need_weights=False)[0]"])
     return scope.layer(f"nn.MultiheadAttention({x.shape[2]}, 2, batch_first=True)", x, x.shape, call=call)
 
 
-def recurrent(scope: Scope) -> bool:
-    x = scope.float(lambda v: has_rank(3)(v) and _is_single(v))
-    if x is None:
-        return False
+@given_float(lambda v: has_rank(3)(v) and _is_single(v))
+def recurrent(scope: Scope, x: Variable) -> bool:
     kind = scope.choices.pick(["LSTM", "GRU"])
     return scope.layer(f"nn.{kind}({x.shape[2]}, 4, batch_first=True)", x, (*x.shape[:2], 4), call="{m}({x})[0]")
 
@@ -249,10 +170,8 @@ def embedding(scope: Scope) -> bool:
     )
 
 
-def pool(scope: Scope) -> bool:
-    x = scope.float(lambda v: has_rank(3, 4)(v) and all(n % 2 == 0 for n in v.shape[2:]) and _is_single(v))
-    if x is None:
-        return False
+@given_float(lambda v: has_rank(3, 4)(v) and all(n % 2 == 0 for n in v.shape[2:]) and _is_single(v))
+def pool(scope: Scope, x: Variable) -> bool:
     dims = len(x.shape) - 2
     half = (*x.shape[:2], *(n // 2 for n in x.shape[2:]))
     double = (*x.shape[:2], *(n * 2 for n in x.shape[2:]))
@@ -278,11 +197,9 @@ def call_again(scope: Scope) -> bool:
     return False
 
 
-def share_weight(scope: Scope) -> bool:
+@given_float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
+def share_weight(scope: Scope, x: Variable) -> bool:
     """Two layers with one weight, or one layer under two names."""
-    x = scope.float(lambda v: _is_single(v) and batch_first(v) and len(v.shape) >= 2)
-    if x is None:
-        return False
     one, other, width = f"self.{scope.member()}", f"self.{scope.member()}", x.shape[-1]
     shares = scope.choices.pick(
         ["{o}.weight = {m}.weight", "{o} = {m}", "{o}.weight = nn.Parameter({m}.weight.detach())"]

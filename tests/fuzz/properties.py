@@ -164,14 +164,9 @@ def copies(program: Program, compiled: Compiled) -> None:
 
 
 PROPERTIES: dict[str, Callable[[Program, Compiled], None]] = {
-    "values": own_values,
-    "example": example_values,
-    "gradients": gradients,
-    "copies": copies,
-    "modes": modes,
-    "attributes": attributes,
-    "pruned": pruned,
-}
+    "values": own_values, "example": example_values, "gradients": gradients, "copies": copies, "modes": modes,
+    "attributes": attributes, "pruned": pruned,
+}  # fmt: skip
 
 
 def judge(program: Program, name: str) -> Verdict:

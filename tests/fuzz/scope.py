@@ -7,41 +7,16 @@ from dataclasses import dataclass, field
 
 from tests.fuzz.choices import Choices
 from tests.fuzz.program import BATCH, ModuleClass, Statement, Variable
+from tests.parameters import listed
 
 Shape = tuple[int, ...]
 
 # Names of children that other code might want for itself.
-ODD_NAMES = [
-    "source",
-    "graph",
-    "meta",
-    "code",
-    "self",
-    "forward_",
-    "op",
-    "model",
-    "graph_module",
-    "constants",
-    "inputs",
-    "module",
-    "root",
-    "name",
-    "target",
-    "args",
-    "weight",
-    "input_quantizer",
-    "weight_quantizer",
-    "quantizer",
-    "org_module",
-    "original",
-    "layer",
-    "_graph",
-    "func",
-    "node",
-    "output",
-    "x",
-    "owner_module",
-]
+ODD_NAMES = listed("""
+    source | graph | meta | code | self | forward_ | op | model | graph_module | constants | inputs | module | root |
+    name | target | args | weight | input_quantizer | weight_quantizer | quantizer | org_module | original | layer |
+    _graph | func | node | output | x | owner_module
+""")
 
 
 @dataclass
@@ -108,13 +83,7 @@ class Scope:
         same = stands_for if stands_for is not None and target is not None else None
         self.statements.append(
             Statement(
-                self.feature,
-                lines,
-                target.name if target else "",
-                same.name if same else "",
-                members,
-                prelude,
-                classes,
+                self.feature, lines, target.name if target else "", same.name if same else "", members, prelude, classes
             )
         )
         self.variables += [v for v in (target, *more) if v is not None and v not in self.variables]
@@ -140,6 +109,19 @@ class Scope:
             members=members,
             **more,  # type: ignore[arg-type]
         )
+
+
+def given_float(accept: Callable[[Variable], bool] = lambda v: True) -> Callable[..., Callable[[Scope], bool]]:
+    """For a feature that needs a floating-point variable; without one it writes nothing."""
+
+    def feature_of(write: Callable[[Scope, Variable], bool]) -> Callable[[Scope], bool]:
+        def feature(scope: Scope) -> bool:
+            x = scope.float(accept)
+            return x is not None and write(scope, x)
+
+        return feature
+
+    return feature_of
 
 
 def batch_first(v: Variable) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.fuzz.program import Variable
-from tests.fuzz.scope import Scope, batch_first
+from tests.fuzz.scope import Scope, batch_first, given_float
+from tests.parameters import listed
 
 DOUBLE = """\
 class Doubled(nn.Module):
@@ -36,10 +37,8 @@ def block(scope: Scope) -> bool:
     )
 
 
-def container(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def container(scope: Scope, x: Variable) -> bool:
     m, other, new, n = f"self.{scope.member()}", f"self.{scope.member()}", scope.new(x.shape), x.shape[-1]
     a, b = x.name, new.name
     layers = f"{m} = nn.ModuleList([nn.Linear({n}, {n}), nn.Linear({n}, {n})])"
@@ -74,10 +73,8 @@ def container(scope: Scope) -> bool:
     return scope.say(*lines, target=new, stands_for=x, members=tuple(members))
 
 
-def computed_weight(scope: Scope) -> bool:
-    x = scope.float(_plain)
-    if x is None:
-        return False
+@given_float(_plain)
+def computed_weight(scope: Scope, x: Variable) -> bool:
     afters = [
         "parametrize.register_parametrization({m}, 'weight', Doubled())",
         "parametrize.register_parametrization({m}, 'bias', Doubled())",
@@ -91,11 +88,9 @@ def computed_weight(scope: Scope) -> bool:
     return scope.layer(f"nn.Linear({x.shape[-1]}, {x.shape[-1]})", x, x.shape, after, prelude=(DOUBLE,))
 
 
-def optional_child(scope: Scope) -> bool:
+@given_float(_plain)
+def optional_child(scope: Scope, x: Variable) -> bool:
     """A child with optional arguments, called with and without them."""
-    x = scope.float(_plain)
-    if x is None:
-        return False
     scope.names.num_classes += 1
     kind, n = f"Optional{scope.names.num_classes}", x.shape[-1]
     text = "\n".join(
@@ -112,12 +107,8 @@ def optional_child(scope: Scope) -> bool:
             "",
         ]
     )
-    calls = [
-        "{m}({x})",
-        "{m}({x}, {x})",
-        "{m}({x}, extra={x}, gain=0.5)",
-        "{m}({x}, flag=True)",
-        "{m}({x}) + {m}({x}, {x} * 2)",
-        "{m}({x}, None, 2.0) - {m}({x}, flag=True)",
-    ]
+    calls = listed("""
+        {m}({x}) | {m}({x}, {x}) | {m}({x}, extra={x}, gain=0.5) | {m}({x}, flag=True) | {m}({x}) + {m}({x}, {x} * 2) |
+        {m}({x}, None, 2.0) - {m}({x}, flag=True)
+    """)
     return scope.layer(f"{kind}()", x, x.shape, call=scope.choices.pick(calls), prelude=(text,))

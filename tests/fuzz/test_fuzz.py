@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fuzz.choices import Choices
 from tests.fuzz.grammar import generate
 from tests.fuzz.properties import judge, smallest_like
+from tests.parameters import first_fast
 
 NAMES = ["values", "example", "gradients", "copies", "modes", "attributes", "pruned"]
 
@@ -22,15 +23,15 @@ def check(choices: Choices, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (15, 30, 45))])
+@pytest.mark.parametrize("start", first_fast(range(0, 60, 8)))
 def test_program_of_a_seed(start: int, name: str) -> None:
-    for seed in range(start, start + 15):
+    for seed in range(start, start + 8):
         check(Choices.from_seed(seed), name)
 
 
 # Statements are left out of a failing program faster than hypothesis shrinks it.
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=6, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(data=st.data())
 def test_program_of_hypothesis(data: st.DataObject, name: str) -> None:
     check(Choices.from_hypothesis(data), name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.fuzz.program import BATCH, Variable
-from tests.fuzz.scope import Scope, Shape, batch_first
+from tests.fuzz.scope import Scope, Shape, batch_first, given_float
+from tests.parameters import listed
 
 
 def _splittable(v: Variable) -> bool:
@@ -18,37 +19,27 @@ def _with(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def piece(scope: Scope) -> bool:
+@given_float(_splittable)
+def piece(scope: Scope, x: Variable) -> bool:
     """A part along one dim, in one of the many ways to write it."""
-    x = scope.float(_splittable)
-    if x is None:
-        return False
     dim = _even_dim(scope, x)
     n, before = x.shape[dim], ":, " * dim
     half = n // 2
     from_end = dim == len(x.shape) - 1
-    forms = [
-        f"[{before}:{half}]",
-        f"[{before}{half}:]",
-        f"[{before}::2]",
-        f".narrow({dim}, 0, {half})",
-        f".chunk(2, {dim})[1]",
-        f".split({half}, {dim})[0]",
-        f".tensor_split(2, dim={dim})[1]",
-        f".index_select({dim}, torch.arange({half}))",
-        f".unflatten({dim}, (2, -1)).select({dim}, 1)",
-    ]
+    forms = listed(f"""
+        [{before}:{half}] | [{before}{half}:] | [{before}::2] | .narrow({dim}, 0, {half}) | .chunk(2, {dim})[1] |
+        .split({half}, {dim})[0] | .tensor_split(2, dim={dim})[1] | .index_select({dim}, torch.arange({half})) |
+        .unflatten({dim}, (2, -1)).select({dim}, 1)
+    """)
     if from_end:
         forms += [f"[..., -{half}:]", f"[..., :{half}]"]
     form = scope.choices.pick(forms)
     return scope.assign(f"{x.name}{form}", x, _with(x.shape, dim, half), is_contiguous=False)
 
 
-def halves(scope: Scope) -> bool:
+@given_float(_splittable)
+def halves(scope: Scope, x: Variable) -> bool:
     """Two parts at once."""
-    x = scope.float(_splittable)
-    if x is None:
-        return False
     dim = _even_dim(scope, x)
     half = x.shape[dim] // 2
     one, two = (scope.new(_with(x.shape, dim, half), dtype=x.dtype, is_contiguous=False) for _ in range(2))
@@ -66,10 +57,8 @@ def halves(scope: Scope) -> bool:
     return scope.say(f"{one.name}, {two.name} = {scope.choices.pick(forms)}", target=one, more=(two,))
 
 
-def unbind(scope: Scope) -> bool:
-    x = scope.float(lambda v: batch_first(v) and len(v.shape) >= 2 and any(1 < n <= 4 for n in v.shape[1:]))
-    if x is None:
-        return False
+@given_float(lambda v: batch_first(v) and len(v.shape) >= 2 and any(1 < n <= 4 for n in v.shape[1:]))
+def unbind(scope: Scope, x: Variable) -> bool:
     dim = scope.choices.pick([i for i, n in enumerate(x.shape) if i > 0 and 1 < n <= 4])
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     parts = tuple(scope.new(shape, dtype=x.dtype, is_contiguous=False) for _ in range(x.shape[dim]))
@@ -78,10 +67,8 @@ def unbind(scope: Scope) -> bool:
     return scope.say(f"{names} = {form.format(x=x.name, d=dim, n=x.shape[dim])}", target=parts[0], more=parts[1:])
 
 
-def select(scope: Scope) -> bool:
-    x = scope.float(lambda v: batch_first(v) and len(v.shape) >= 3)
-    if x is None:
-        return False
+@given_float(lambda v: batch_first(v) and len(v.shape) >= 3)
+def select(scope: Scope, x: Variable) -> bool:
     dim = scope.choices.between(1, len(x.shape) - 1)
     index = scope.choices.pick([0, -1])
     form = scope.choices.pick([f"[{':, ' * dim}{index}]", f".select({dim}, {index})"])
@@ -89,10 +76,8 @@ def select(scope: Scope) -> bool:
     return scope.assign(f"{x.name}{form}", x, shape, is_contiguous=False)
 
 
-def reshape(scope: Scope) -> bool:
-    x = scope.float(lambda v: batch_first(v) and len(v.shape) >= 2)
-    if x is None:
-        return False
+@given_float(lambda v: batch_first(v) and len(v.shape) >= 2)
+def reshape(scope: Scope, x: Variable) -> bool:
     total = 1
     for n in x.shape[1:]:
         total *= n
@@ -113,10 +98,8 @@ def reshape(scope: Scope) -> bool:
     return scope.assign(scope.choices.pick(forms), x, (BATCH, *inner))
 
 
-def transpose(scope: Scope) -> bool:
-    x = scope.float(lambda v: len(v.shape) >= 2)
-    if x is None:
-        return False
+@given_float(lambda v: len(v.shape) >= 2)
+def transpose(scope: Scope, x: Variable) -> bool:
     rank = len(x.shape)
     first = scope.choices.pick([1, 0]) if rank > 2 and scope.choices.chance(15) else min(1, rank - 2)
     a, b = first, rank - 1
@@ -131,26 +114,19 @@ def transpose(scope: Scope) -> bool:
     return scope.assign(f"{x.name}{scope.choices.pick(forms)}", x, shape, is_contiguous=False)
 
 
-def same_shape(scope: Scope) -> bool:
+@given_float()
+def same_shape(scope: Scope, x: Variable) -> bool:
     """A view of the same shape."""
-    x = scope.float()
-    if x is None:
-        return False
-    forms = (
-        (
-            "{x}[:]|{x}.view_as({x})|{x}.unsqueeze(1).squeeze(1)|{x}[...]|{x}[None][0]|{x}.alias_copy()|{x}.detach()|"
-            "{x}.movedim(0, -1).movedim(-1, 0)|{x}.expand_as({x})|{x}.data|torch.unsqueeze({x}, 0).squeeze(0)|{x}.real"
-        )
-        .replace("|{x}.alias_copy()", "")
-        .split("|")
-    )
+    forms = listed("""
+        {x}[:] | {x}.view_as({x}) | {x}.unsqueeze(1).squeeze(1) | {x}[...] | {x}[None][0] | {x}.detach() |
+        {x}.movedim(0, -1).movedim(-1, 0) | {x}.expand_as({x}) | {x}.data | torch.unsqueeze({x}, 0).squeeze(0) |
+        {x}.real
+    """)
     return scope.assign(scope.choices.pick(forms).format(x=x.name), x, is_contiguous=x.is_contiguous)
 
 
-def expand(scope: Scope) -> bool:
-    x = scope.float(lambda v: batch_first(v) and len(v.shape) == 2 and v.shape[1] <= 8)
-    if x is None:
-        return False
+@given_float(lambda v: batch_first(v) and len(v.shape) == 2 and v.shape[1] <= 8)
+def expand(scope: Scope, x: Variable) -> bool:
     forms = [
         "{x}.unsqueeze(1).expand(-1, 2, -1)",
         "{x}[:, None].expand({x}.shape[0], 2, {n})",
@@ -164,10 +140,8 @@ def expand(scope: Scope) -> bool:
     )
 
 
-def complex_view(scope: Scope) -> bool:
-    x = scope.float(lambda v: batch_first(v) and v.shape[-1] % 2 == 0 and v.is_contiguous)
-    if x is None:
-        return False
+@given_float(lambda v: batch_first(v) and v.shape[-1] % 2 == 0 and v.is_contiguous)
+def complex_view(scope: Scope, x: Variable) -> bool:
     name = scope.new(()).name
     new = scope.new(x.shape, dtype=x.dtype)
     change = scope.choices.pick([f"{name}.mul_(2)", f"{name} = {name} * 2", f"{name}.add_(1j)"])
@@ -180,8 +154,6 @@ def complex_view(scope: Scope) -> bool:
     )
 
 
-def diagonal(scope: Scope) -> bool:
-    x = scope.float(lambda v: len(v.shape) == 3 and batch_first(v) and v.shape[1] == v.shape[2])
-    if x is None:
-        return False
+@given_float(lambda v: len(v.shape) == 3 and batch_first(v) and v.shape[1] == v.shape[2])
+def diagonal(scope: Scope, x: Variable) -> bool:
     return scope.assign(f"{x.name}.diagonal(dim1=1, dim2=2)", x, x.shape[:2], is_contiguous=False)

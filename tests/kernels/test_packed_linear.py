@@ -196,14 +196,7 @@ def test_groups_zero_points_and_types(
     ("affine", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)], ids=str
 )
 def test_other_bits(
-    gpu: torch.device,
-    bits: int,
-    num_rows: int,
-    outputs: int,
-    inputs: int,
-    group: int,
-    affine: bool,
-    dtype: torch.dtype,
+    gpu: torch.device, bits: int, num_rows: int, outputs: int, inputs: int, group: int, affine: bool, dtype: torch.dtype
 ) -> None:
     with gpu:
         weight = fragment_weight(*parts(outputs, inputs, group, affine=affine, dtype=dtype, bits=bits), bits)

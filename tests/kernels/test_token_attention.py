@@ -55,20 +55,10 @@ def test_any_number_of_parts_gives_torch_attention(
     assert_equal(kernels, tensors(device, dtype=dtype), None, processors)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"heads": (4, 4)},
-        {"heads": (3, 1)},
-        {"heads": (32, 1)},
-        {"heads": (7, 7), "batch": 1, "places": 1},
-        {"width": 80, "value_width": 24},
-        {"width": 8},
-        {"places": 64},
-        {"places": 65},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [
+    {"heads": (4, 4)}, {"heads": (3, 1)}, {"heads": (32, 1)}, {"heads": (7, 7), "batch": 1, "places": 1},
+    {"width": 80, "value_width": 24}, {"width": 8}, {"places": 64}, {"places": 65},
+], ids=str)  # fmt: skip
 def test_sizes_that_fill_no_tile(kernels: ModuleType, device: str, sizes: dict[str, int]) -> None:
     assert_equal(kernels, tensors(device, **sizes), None)
 

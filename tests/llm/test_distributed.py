@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTrain
 from sparsebit.llm.process_group import joined
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import write_text
+from tests.two_ranks import torchrun
 
 GPTQ = Recipe(bits=3, group_size=32, sweeps=1)
 
@@ -55,7 +54,7 @@ def everything(folder: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the results of one process in `one`, those of two in `two`."""
     pytest.importorskip("peft")
     pytest.importorskip("compressed_tensors")
@@ -67,12 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path
     (made / "one").mkdir()
     (made / "two").mkdir()
     everything(made, made / "one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(made)], env=environment, cwd=made, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, made)
     return made
 
 

@@ -16,15 +16,10 @@ from tests.llm.tiny_models import saved, tiny_model
 
 TOKENS = torch.arange(3, 35)[None]
 OLD_NAMES = (
-    ("model.layers", "model.decoder.layers"),
-    ("model.embed_tokens", "model.decoder.embed_tokens"),
-    ("model.norm", "model.decoder.norm"),
-    ("mlp.gate_proj", "feed_forward.w1"),
-    ("mlp.down_proj", "feed_forward.w2"),
-    ("mlp.up_proj", "feed_forward.w3"),
-    ("input_layernorm", "attention_norm"),
-    ("post_attention_layernorm", "ffn_norm"),
-)
+    ("model.layers", "model.decoder.layers"), ("model.embed_tokens", "model.decoder.embed_tokens"),
+    ("model.norm", "model.decoder.norm"), ("mlp.gate_proj", "feed_forward.w1"), ("mlp.down_proj", "feed_forward.w2"),
+    ("mlp.up_proj", "feed_forward.w3"), ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+)  # fmt: skip
 
 
 def old_words(codes: Tensor, bits: int) -> Tensor:

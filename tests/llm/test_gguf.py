@@ -23,22 +23,14 @@ from sparsebit.llm.gguf.tokenizer import _pre, name_in_file
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from tests.llm.layers.test_packed_weight import packed_weight
 from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
+from tests.parameters import listed
 
 gguf = pytest.importorskip("gguf")
 
 
-@pytest.mark.parametrize(
-    ("bits", "symmetric", "kind"),
-    [
-        (4, True, "Q4_0"),
-        (4, False, "Q5_0"),
-        (3, True, "Q4_0"),
-        (3, False, "Q4_0"),
-        (2, False, "Q4_0"),
-        (8, True, "Q8_0"),
-    ],
-    ids=["4", "4-zero-points", "3", "3-zero-points", "2-zero-points", "8"],
-)
+@pytest.mark.parametrize(("bits", "symmetric", "kind"), [
+    (4, True, "Q4_0"), (4, False, "Q5_0"), (3, True, "Q4_0"), (3, False, "Q4_0"), (2, False, "Q4_0"), (8, True, "Q8_0"),
+], ids=["4", "4-zero-points", "3", "3-zero-points", "2-zero-points", "8"])  # fmt: skip
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_their_reader_gives_our_values(bits: int, symmetric: bool, kind: str, group_size: int) -> None:
     packed = packed_weight(bits, symmetric, group_size)
@@ -63,19 +55,10 @@ def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | No
     return quantize(folder, tmp_path / "packed", recipe, check=False).folder
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"symmetric": False, "group_size": 64}),
-        ("llama", {"bits": 8, "dtype": torch.bfloat16}),
-        ("qwen2", {"bits": 3, "group_size": 0}),
-        ("mistral", {}),
-        ("qwen3", {}),
-        ("phi3", {}),
-    ],
-    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3", "phi3"],
-)
+@pytest.mark.parametrize(("model_type", "options"), [
+    ("llama", {}), ("llama", {"symmetric": False, "group_size": 64}), ("llama", {"bits": 8, "dtype": torch.bfloat16}),
+    ("qwen2", {"bits": 3, "group_size": 0}), ("mistral", {}), ("qwen3", {}), ("phi3", {}),
+], ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3", "phi3"])  # fmt: skip
 def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     source = packed_folder(tmp_path, model_type, **options)
     made = convert(source, tmp_path / "model.gguf", "gguf")
@@ -234,22 +217,10 @@ def test_experts_that_one_tensor_cannot_hold() -> None:
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True: .* with False alone"),
         ("mixtral", {"rope_parameters": HALF}, "partial_rotary_factor.* only types default, linear, llama3, of whole"),
     ],
-    ids=[
-        "activation",
-        "biases",
-        "scale",
-        "softcap",
-        "window",
-        "both-ways",
-        "experts-sum",
-        "some-experts",
-        "experts-in-turn",
-        "qwen2-heads",
-        "phi3-heads",
-        "phi-norms",
-        "phi-tied",
-        "half-heads",
-    ],
+    ids=listed("""
+        activation | biases | scale | softcap | window | both-ways | experts-sum | some-experts | experts-in-turn |
+        qwen2-heads | phi3-heads | phi-norms | phi-tied | half-heads
+    """),
 )
 def test_what_llama_cpp_computes_in_one_way_alone(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
@@ -333,27 +304,16 @@ def by_pattern(pattern: str, **more: Any) -> dict[str, Any]:
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-@pytest.mark.parametrize(
-    ("steps", "ignores_merges", "expected"),
-    [
-        ([WORDS], False, "gpt-2"),
-        ([DIGITS, WORDS], False, "smollm"),
-        ([by_pattern(LLAMA_3), BYTES], True, "llama-bpe"),
-        ([by_pattern(LLAMA_3), BYTES], False, "dbrx"),
-        ([by_pattern(LLAMA_3, behavior="Removed", invert=True), BYTES], False, "dbrx"),
-        ([by_pattern(QWEN), BYTES], False, "qwen2"),
-        ([by_pattern(r"\p{Lu}+|\p{N}{1,3}"), BYTES], False, None),
-        ([by_pattern(LLAMA_3), WORDS], False, None),
-        ([by_pattern(LLAMA_3, behavior="Removed"), BYTES], False, None),
-        ([by_pattern(LLAMA_3, behavior="MergedWithNext"), BYTES], False, None),
-        ([by_pattern(QWEN), BYTES], True, None),
-        ([WORDS], True, None),
-        ([DIGITS, WORDS], True, None),
-        ([{"type": "Punctuation"}, WORDS], False, None),
-        ([{**WORDS, "add_prefix_space": True}], False, None),
-        ([BYTES], False, None),
-    ],
-)
+@pytest.mark.parametrize(("steps", "ignores_merges", "expected"), [
+    ([WORDS], False, "gpt-2"), ([DIGITS, WORDS], False, "smollm"), ([by_pattern(LLAMA_3), BYTES], True, "llama-bpe"),
+    ([by_pattern(LLAMA_3), BYTES], False, "dbrx"),
+    ([by_pattern(LLAMA_3, behavior="Removed", invert=True), BYTES], False, "dbrx"),
+    ([by_pattern(QWEN), BYTES], False, "qwen2"), ([by_pattern(r"\p{Lu}+|\p{N}{1,3}"), BYTES], False, None),
+    ([by_pattern(LLAMA_3), WORDS], False, None), ([by_pattern(LLAMA_3, behavior="Removed"), BYTES], False, None),
+    ([by_pattern(LLAMA_3, behavior="MergedWithNext"), BYTES], False, None), ([by_pattern(QWEN), BYTES], True, None),
+    ([WORDS], True, None), ([DIGITS, WORDS], True, None), ([{"type": "Punctuation"}, WORDS], False, None),
+    ([{**WORDS, "add_prefix_space": True}], False, None), ([BYTES], False, None),
+])  # fmt: skip
 def test_how_text_is_split(steps: list[dict[str, Any]], ignores_merges: bool, expected: str | None) -> None:
     if expected is not None:
         assert _pre(steps, Path("tokenizer.json"), ignores_merges=ignores_merges) == expected

@@ -15,6 +15,7 @@ import torch
 from sparsebit.llm import Recipe, convert, load, quantize
 from tests.llm.models.test_sentencepiece_file import write_json, write_pieces
 from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
+from tests.parameters import listed
 
 pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("xllamacpp")
@@ -103,27 +104,11 @@ def assert_probable(file: Path, model: Any, *, limit: float, prompts: list[list[
         ("phi", {}, {}),
         ("phi", {"bits": 8}, {"num_key_value_heads": 2}),
     ],
-    ids=[
-        "Q4_0",
-        "Q5_0-biases",
-        "Q8_0-tied",
-        "base",
-        "qwen2",
-        "mistral-wide-heads",
-        "qwen3",
-        "linear",
-        "llama3",
-        "experts",
-        "gemma3-linear",
-        "gemma3",
-        "gemma3-wide-window",
-        "mixtral",
-        "mixtral-window",
-        "phi3",
-        "phi3-part-of-heads",
-        "phi",
-        "phi-shared-keys",
-    ],
+    ids=listed("""
+        Q4_0 | Q5_0-biases | Q8_0-tied | base | qwen2 | mistral-wide-heads | qwen3 | linear | llama3 | experts |
+        gemma3-linear | gemma3 | gemma3-wide-window | mixtral | mixtral-window | phi3 | phi3-part-of-heads | phi |
+        phi-shared-keys
+    """),
 )
 def test_llama_cpp_computes_the_packed_model(
     model_type: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from sparsebit.execution.run_folder import RunFolder
+
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 # What a type wants beside the sizes.
 EXTRAS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8},
@@ -70,6 +67,22 @@ def tiny_model(model_type: str = "llama", **changes: Any) -> Any:
             elif name.endswith("bias"):
                 nn.init.normal_(parameter, std=0.1)
     return model
+
+
+@contextlib.contextmanager
+def stopped_after(num_blocks: int = 1) -> Iterator[None]:
+    """A run inside is interrupted as soon as so many blocks are kept."""
+    write, count = RunFolder.write, itertools.count(1)
+
+    def writing(*args: Any) -> None:
+        write(*args)
+        if next(count) == num_blocks:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "write", writing)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def saved(model: Any, folder: Path, *, dtype: torch.dtype = torch.float16) -> Path:

@@ -14,10 +14,7 @@ from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 
 OPERATOR = torch.ops.sparsebit.fake_float8.default
 FLOAT8 = TensorSpec(8, True, format="float8")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def numbers() -> Tensor:
@@ -108,16 +105,10 @@ def test_scale_brings_the_largest_value_to_448() -> None:
     assert scale.tolist() == pytest.approx([7 / 448, 1.0]) and not zero_point.any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "given"),
-    [
-        ({"bits": 4}, "4 bits"),
-        ({"symmetric": False}, "symmetric=False"),
-        ({"granularity": PerGroup(1, 32)}, "PerGroup"),
-        ({"narrow": True}, "narrow=True"),
-    ],
-    ids=["bits", "affine", "group", "narrow"],
-)
+@pytest.mark.parametrize(("changes", "given"), [
+    ({"bits": 4}, "4 bits"), ({"symmetric": False}, "symmetric=False"), ({"granularity": PerGroup(1, 32)}, "PerGroup"),
+    ({"narrow": True}, "narrow=True"),
+], ids=["bits", "affine", "group", "narrow"])  # fmt: skip
 def test_what_the_format_does_not_have(changes: dict[str, object], given: str) -> None:
     with pytest.raises(SpecError, match=f"{given}.*fp8 has 8 bits, one scale per tensor or per channel"):
         FLOAT8.replace(**changes)

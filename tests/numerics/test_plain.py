@@ -13,14 +13,8 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
 
 GRANULARITIES = [
-    PerTensor(),
-    PerChannel(0),
-    PerChannel(1),
-    PerChannel(-1),
-    PerGroup(1, 3),
-    PerGroup(-1, 4),
-    PerGroup(0, 8),
-]
+    PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(1, 3), PerGroup(-1, 4), PerGroup(0, 8),
+]  # fmt: skip
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),

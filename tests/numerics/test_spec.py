@@ -9,18 +9,10 @@ from sparsebit.errors import SpecError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows, scale_shape, to_rows
 
 
-@pytest.mark.parametrize(
-    ("bits", "symmetric", "ends", "name"),
-    [
-        (1, True, (-1, 0), "int1"),
-        (1, False, (0, 1), "uint1"),
-        (4, True, (-8, 7), "int4"),
-        (8, True, (-128, 127), "int8"),
-        (8, False, (0, 255), "uint8"),
-        (16, True, (-32768, 32767), "int16"),
-        (16, False, (0, 65535), "uint16"),
-    ],
-)
+@pytest.mark.parametrize(("bits", "symmetric", "ends", "name"), [
+    (1, True, (-1, 0), "int1"), (1, False, (0, 1), "uint1"), (4, True, (-8, 7), "int4"), (8, True, (-128, 127), "int8"),
+    (8, False, (0, 255), "uint8"), (16, True, (-32768, 32767), "int16"), (16, False, (0, 65535), "uint16"),
+])  # fmt: skip
 def test_codes_of_a_format(bits: int, symmetric: bool, ends: tuple[int, int], name: str) -> None:
     spec = TensorSpec(bits, symmetric)
     assert (spec.qmin, spec.qmax) == ends
@@ -64,20 +56,11 @@ def test_other_fields_are_checked_too() -> None:
 SHAPE = (6, 4, 5, 3)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "rows"),
-    [
-        (PerTensor(), (1, 360)),
-        (PerChannel(0), (6, 60)),
-        (PerChannel(1), (4, 90)),
-        (PerChannel(-1), (3, 120)),
-        (PerGroup(0, 3), (2 * 4 * 5 * 3, 3)),
-        (PerGroup(1, 4), (6 * 1 * 5 * 3, 4)),
-        (PerGroup(-2, 2), (6 * 4 * 3 * 3, 2)),
-        (PerGroup(1, 7), (6 * 1 * 5 * 3, 7)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("granularity", "rows"), [
+    (PerTensor(), (1, 360)), (PerChannel(0), (6, 60)), (PerChannel(1), (4, 90)), (PerChannel(-1), (3, 120)),
+    (PerGroup(0, 3), (2 * 4 * 5 * 3, 3)), (PerGroup(1, 4), (6 * 1 * 5 * 3, 4)), (PerGroup(-2, 2), (6 * 4 * 3 * 3, 2)),
+    (PerGroup(1, 7), (6 * 1 * 5 * 3, 7)),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_rows_hold_the_elements_that_share_a_scale(
     granularity: PerTensor | PerChannel | PerGroup, rows: tuple[int, int], layout: torch.memory_format

@@ -21,13 +21,9 @@ from sparsebit import tensor_files
 from sparsebit.quantization.saving import checkpoint
 
 DESCRIPTION = {
-    "config": {},
-    "example": None,
-    "switches": {"weight": True, "activation": True},
-    "folded_layers": [],
-    "sites": {},
+    "config": {}, "example": None, "switches": {"weight": True, "activation": True}, "folded_layers": [], "sites": {},
     "graphs": {},
-}
+}  # fmt: skip
 
 
 def main(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.quantization.tiny import Opaque, TwoLayers, calibrated, qconfig
+from tests.two_ranks import torchrun
 
 OBSERVERS = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
 Scales = dict[str, dict[str, list[float]]]
@@ -40,18 +40,7 @@ def all_batches() -> torch.Tensor:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process(tmp_path: Path, project_root: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {"PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        env=environment,
-        cwd=project_root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, tmp_path, project_root)
     ranks: list[Scales] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
     alone = everything(all_batches())

@@ -80,11 +80,7 @@ def test_what_the_file_holds(scheme: str, num_scales: int, tmp_path: Path) -> No
     assert abs(stored.astype("float32")).max() == 448
     (dequantize,) = [node for node in onnx.load(str(file)).graph.node if node.op_type == "DequantizeLinear"]
     assert dequantize.name == "0.weight/dq" and len(dequantize.input) == 2
-    assert metadata(dequantize) == {
-        "sparsebit.site": "0.weight",
-        "sparsebit.role": "weight",
-        "sparsebit.bits": "8",
-    }
+    assert metadata(dequantize) == {"sparsebit.site": "0.weight", "sparsebit.role": "weight", "sparsebit.bits": "8"}
     facts = json.loads(metadata(onnx.load(str(tmp_path / "m_extra.onnx")))["sparsebit.sites"])["0.weight"]
     assert facts["stored_as"] == "float8e4m3fn" and facts["bits"] == 8 and facts["quantizer"] == "fp8"
 

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel
-from tests.quantization.tiny import qconfig
+from tests.nets import with_layers
+from tests.parameters import first_fast, listed
+from tests.quantization.tiny import prepared, qconfig
 
 
 def plain_copy(model: nn.Module, *args: Any, with_example: bool = True) -> QuantModel:
@@ -67,20 +69,18 @@ class Doubled(nn.Module):
         return x * 2
 
 
-class OwnWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.weight)
+@with_layers(lambda: {"weight": nn.Parameter(torch.randn(8, 8))})
+def OwnWeight(self, x: Tensor) -> Tensor:
+    return torch.relu(x @ self.weight)
 
 
 both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
 
 
 @both
-@pytest.mark.parametrize("name", ["source", "graph", "code", "self", "user_graph", "inputs", "_graph", "_source"])
+@pytest.mark.parametrize(
+    "name", first_fast(listed("source | graph | _graph | self | code | user_graph | inputs | _source"), 4)
+)
 def test_children_of_any_name(name: str, with_example: bool) -> None:
     x = torch.randn(4, 8)
     for outer in (Chain, Opaque):
@@ -106,13 +106,9 @@ def test_the_mode_of_a_layer_is_asked_at_run_time_or_reported() -> None:
 
 
 def test_parameters_of_any_name() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.graph = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self.graph
+    @with_layers(lambda: {"linear": nn.Linear(8, 8), "graph": nn.Parameter(torch.randn(8))})
+    def Named(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.graph
 
     assert "'graph'" in reasons(assert_faithful(Named(), torch.randn(4, 8)))[""]
 
@@ -139,13 +135,9 @@ def test_scripted_children(outer: type[Chain], compiled: str, with_example: bool
 
 @both
 def test_a_linear_function_with_a_vector(with_example: bool) -> None:
-    class Score(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.vector = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.linear(x), self.vector)
+    @with_layers(lambda: {"linear": nn.Linear(8, 8), "vector": nn.Parameter(torch.randn(8))})
+    def Score(self, x: Tensor) -> Tensor:
+        return F.linear(self.linear(x), self.vector)
 
     assert_faithful(Score(), torch.randn(4, 8), with_example=with_example)
 
@@ -169,15 +161,11 @@ def test_sparse_inputs_and_buffers(layout: torch.layout, with_example: bool) -> 
 
 @both
 def test_a_model_that_would_exit_in_a_trace(with_example: bool) -> None:
-    class Exits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if type(x).__name__ != "Tensor" and not hasattr(torch.Tensor, type(x).__name__):
-                sys.exit(3)
-            return self.linear(x)
+    @with_layers(lambda: {"linear": nn.Linear(8, 8)})
+    def Exits(self, x: Tensor) -> Tensor:
+        if type(x).__name__ != "Tensor" and not hasattr(torch.Tensor, type(x).__name__):
+            sys.exit(3)
+        return self.linear(x)
 
     assert_faithful(Chain(Exits()), torch.randn(4, 8), with_example=with_example)
 
@@ -207,27 +195,19 @@ def test_an_encoder_with_a_padding_mask(nested: bool, norm: bool) -> None:
 
 
 def test_a_capture_anew_keeps_the_mode() -> None:
-    class Optional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
-
-        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-            x = self.dropout(self.linear(x))
-            return x if scale is None else x * scale
+    @with_layers(lambda: {"linear": nn.Linear(8, 8), "dropout": nn.Dropout(0.5)})
+    def Optional(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.dropout(self.linear(x))
+        return x if scale is None else x * scale
 
     model, x = Optional().eval(), torch.randn(4, 8)
     qmodel = QuantModel(model, qconfig())
     torch.testing.assert_close(qmodel(x, x), model(x, x))
 
 
-class Gained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, gain: Any = 1.0) -> Tensor:
-        return self.fc(x) * gain
+@with_layers(lambda: {"fc": nn.Linear(8, 8)})
+def Gained(self, x: Tensor, gain: Any = 1.0) -> Tensor:
+    return self.fc(x) * gain
 
 
 class WritesAfterwards(nn.Module):
@@ -253,16 +233,12 @@ def test_a_number_in_the_place_of_a_tensor_is_read_as_it_is(gain: Any) -> None:
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with_example: bool) -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x / 2 if x.sum() > 1e6 else x * 1
-            y = self.attention(x, x, x)[0]
-            x += 1
-            return y
+    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
+    def Attends(self, x: Tensor) -> Tensor:
+        x = x / 2 if x.sum() > 1e6 else x * 1
+        y = self.attention(x, x, x)[0]
+        x += 1
+        return y
 
     model, x = Attends().train(training), torch.randn(3, 5, 8)
     qmodel = QuantModel(model, qconfig(bits=16), example_inputs=x if with_example else None)
@@ -279,44 +255,29 @@ def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with
         torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)
 
 
-class Halves(nn.Module):
+@with_layers(lambda: {"pool": nn.MaxPool1d(2), "fc": nn.Linear(2, 2)})
+def Halves(self, x: Tensor) -> Tensor:
     """Writes into what its layer has read; the float layer saves a contiguous copy for the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.fc = nn.MaxPool1d(2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = self.pool(x.swapaxes(1, 2))
-        y: Tensor = self.fc(pooled)
-        pooled /= 2
-        return y * 2 if len(x) > 2 else y
+    pooled = self.pool(x.swapaxes(1, 2))
+    y: Tensor = self.fc(pooled)
+    pooled /= 2
+    return y * 2 if len(x) > 2 else y
 
 
-class InBfloat16(nn.Module):
+@with_layers(lambda: {"fc": nn.Linear(8, 8)})
+def InBfloat16(self, x: Tensor) -> Tensor:
     """Code of its own, since it holds an autocast; the float layer saves what was cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.fc(x).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.fc(x).float()
 
 
-class WritesBehindCode(nn.Module):
+@with_layers(lambda: {"part": InBfloat16()})
+def WritesBehindCode(self, x: Tensor) -> Tensor:
     """Its graph writes into what a part with code of its own has read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = InBfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1
-        y: Tensor = self.part(x)
-        x += 1
-        return y * x.detach()
+    x = x * 1
+    y: Tensor = self.part(x)
+    x += 1
+    return y * x.detach()
 
 
 @pytest.mark.parametrize(
@@ -327,9 +288,7 @@ class WritesBehindCode(nn.Module):
 def test_what_a_quantizer_saves_may_be_overwritten(make: Any, example: Any, batch: Any) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(batch, requires_grad=True)
-    qmodel = QuantModel(model, qconfig(bits=16), example_inputs=torch.randn(example))
-    qmodel.prepare_calibration()
-    qmodel(torch.randn(example) * 4)
+    qmodel = prepared(model, [torch.randn(example) * 4], qconfig(bits=16), example_inputs=torch.randn(example))
     qmodel.init_QAT()
     qmodel.accelerate(False)  # every quantizer by itself
     for net in (model, qmodel):
@@ -431,14 +390,10 @@ def test_what_is_set_on_a_tensor_is_there(with_example: bool) -> None:
     assert "sets the attribute 'note' of a tensor" in reasons(qmodel)[""]
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.b(self.a(x).relu())
-        return y + 1 if x.shape[0] > 4 else y  # type: ignore[no-any-return]
+@with_layers(lambda: {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+def Branching(self, x: Tensor) -> Tensor:
+    y = self.b(self.a(x).relu())
+    return y + 1 if x.shape[0] > 4 else y  # type: ignore[no-any-return]
 
 
 def test_a_layer_that_is_replaced_in_the_copy_is_replaced_in_its_own_code_too() -> None:

@@ -19,7 +19,8 @@ from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.aciq import AciqOptions
-from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
+from tests.nets import with_layers
+from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 IMAGES = (2, 3, 8, 8)
 INT8, UINT8 = TensorSpec(8, True, PerTensor()), TensorSpec(8, False, PerTensor())
@@ -147,22 +148,6 @@ class TestNumbers:
 
 
 class TestCalibration:
-    def test_asym_left_activation_scales_as_they_were(self) -> None:
-        model, x = TwoLayers(), torch.randn(8, 6)
-        plain, asym = (calibrated(model, [x], qconfig(bits=2), asym=asym) for asym in (False, True))
-        assert site(plain, "second.input").scale != site(asym, "second.input").scale
-
-    def test_inputs_given_by_keyword_were_never_recorded(self) -> None:
-        model, x = TwoLayers(), torch.randn(8, 6)
-        scales = []
-        for by_name in (False, True):
-            qmodel = QuantModel(model, qconfig(bits=2))
-            qmodel.prepare_calibration()
-            qmodel(x=x) if by_name else qmodel(x)
-            qmodel.calc_qparams(asym=True)
-            scales.append(float(site(qmodel, "second.input").scale))
-        assert scales[0] == scales[1]
-
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_batches_were_concatenated_on_the_channel_axis(self, asym: bool) -> None:
         config = qconfig({"A.QSCHEME": "per-channel-affine"})
@@ -199,81 +184,11 @@ class TestCalibration:
 
 
 class TestGraphAndOps:
+    # More of them, such as ops that nobody registered: test_ops_matrix.py.
     @pytest.mark.parametrize(
         "op",
-        [
-            nn.Hardswish(),
-            nn.GroupNorm(2, 4),
-            nn.PReLU(4),
-            lambda x: x.chunk(2, 1)[0],
-            lambda x: x.unsqueeze(1),
-            lambda x: torch.bmm(x, x.transpose(1, 2)),
-            lambda x: F.scaled_dot_product_attention(x, x, x),
-            lambda x: F.pad(x, (1, 1)),
-            lambda x: F.dropout(x, training=False),
-            torch.relu,
-            nn.Conv1d(4, 2, 3),
-            torch.erf,
-        ],
-        ids=[
-            "Hardswish",
-            "GroupNorm",
-            "PReLU",
-            "chunk",
-            "unsqueeze",
-            "bmm",
-            "SDPA",
-            "pad",
-            "dropout",
-            "relu",
-            "Conv1d",
-            "nobody-knows",
-        ],
-    )
-    def test_an_unregistered_op_was_a_key_error(self, op: Any) -> None:
-        model, x = Holder(op).eval(), torch.randn(2, 4, 6)
-        assert torch.equal(QuantModel(model, qconfig())(x), model(x))
-        calibrated(model, [x])(x)
-
-    @pytest.mark.parametrize(
-        "function", [F.relu6, F.leaky_relu, F.silu, F.mish, F.hardsigmoid], ids=lambda f: f.__name__
-    )
-    def test_default_arguments_were_an_index_error(self, function: Any) -> None:
-        model, x = Holder(function), torch.randn(2, 4, 6)
-        qmodel = calibrated(model, [x])
-        (quantizer,) = [q for q in qmodel.quantizers() if q.is_enable]
-        assert torch.equal(qmodel(x), function(simulated(quantizer, x)))
-
-    @pytest.mark.parametrize(
-        "op",
-        [
-            *(
-                nn.Conv2d(4, 3, 3, padding=1, padding_mode=mode)
-                for mode in ("zeros", "reflect", "replicate", "circular")
-            ),
-            nn.AvgPool2d(3, padding=1, count_include_pad=False),
-            nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-            nn.GELU(approximate="tanh"),
-        ],
-        ids=["zeros", "reflect", "replicate", "circular", "count_include_pad", "align_corners", "tanh"],
-    )
-    def test_silently_dropped_arguments(self, op: nn.Module) -> None:
-        model, x = Holder(op).eval(), torch.randn(2, 4, 6, 6)
-        qmodel = calibrated(model, [x], qconfig(bits=16))
-        torch.testing.assert_close(qmodel(x), model(x), atol=1e-3, rtol=1e-3)
-
-    @pytest.mark.parametrize(
-        "op",
-        [
-            nn.Softmax(dim=1),
-            lambda x: torch.cat([x, x]),
-            lambda x: x.permute((0, 2, 1)),
-            lambda x: x.mean(),
-            lambda x: x.mean(1),
-            lambda x: x.mean(dim=(1, 2), keepdim=True),
-            lambda x: torch.ones(6, device=x.device) * x,
-        ],
-        ids=["Softmax", "cat", "permute", "mean", "mean-dim", "mean-dims", "device"],
+        [lambda x: torch.cat([x, x]), lambda x: torch.ones(6, device=x.device) * x, lambda x: torch.bmm(x, x.mT)],
+        ids=["cat", "device", "bmm"],
     )
     def test_ops_that_crashed(self, op: Any) -> None:
         model, x = Holder(op), torch.randn(2, 4, 6)
@@ -333,14 +248,10 @@ class TestGraphAndOps:
         assert len({name for name in sites(qmodel) if ".weight" in name}) == 2
 
     def test_dict_tuple_and_keyword_inputs_and_outputs(self) -> None:
-        class Nested(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 4), nn.Linear(6, 4)
-
-            def forward(self, batch: dict[str, Tensor], *, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
-                first, second = pair
-                return {"sum": self.a(batch["x"]) + self.b(first), "rest": (second, [batch["x"].sum()])}
+        @with_layers(lambda: {"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+        def Nested(self, batch: dict[str, Tensor], *, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
+            first, second = pair
+            return {"sum": self.a(batch["x"]) + self.b(first), "rest": (second, [batch["x"].sum()])}
 
         model = Nested()
         inputs = {"batch": {"x": torch.randn(2, 6)}, "pair": (torch.randn(2, 6), torch.randn(3))}
@@ -352,13 +263,9 @@ class TestGraphAndOps:
         assert sites(qmodel) == {"a.input", "a.weight", "b.input", "b.weight"}
 
     def test_control_flow_on_shapes_is_a_leaf_and_reported_or_captured(self) -> None:
-        class Shapely(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.fc = nn.Linear(6, 4)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.fc(x) if x.shape[0] > 1 else x
+        @with_layers(lambda: {"fc": nn.Linear(6, 4)})
+        def Shapely(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.shape[0] > 1 else x
 
         model, x = Shapely(), torch.randn(2, 6)
         plain, shown = QuantModel(model, qconfig()), QuantModel(model, qconfig(), example_inputs=x)

@@ -7,7 +7,7 @@ what the op computes on quantized inputs; what is not says so in the coverage.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,16 +17,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.quantization import QuantModel
+from tests.nets import with_layers
+from tests.parameters import listed
 from tests.quantization.tiny import minmax_quantized, qconfig
+
+Shape = tuple[int, ...]
 
 
 class Case(NamedTuple):
     id: str
     kind: str  # unary, weighted, embedding, multi, moved, float
     call: Callable[..., Any]  # (model, *inputs): `model.op` is the module, `model.w` the weight
-    shapes: tuple[tuple[int, ...], ...] = ((2, 4, 6),)
+    shapes: tuple[Shape, ...]
     op: Callable[[], nn.Module] | None = None
-    weight: tuple[int, ...] | None = None
+    weight: Shape | None = None
 
 
 class OneInput(nn.Module):
@@ -42,457 +46,174 @@ class OneInput(nn.Module):
 
 
 class TwoInputs(OneInput):
-    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Any:
         return self.case.call(self, x, y)
 
 
 class ThreeInputs(OneInput):
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Any:
         return self.case.call(self, x, y, z)
 
 
 IMAGE, SEQUENCE, VOLUME, MATRIX = (2, 4, 6, 6), (2, 4, 6), (2, 4, 4, 4, 4), (3, 6)
 
+# The kind, the shape of the input, and modules; each is called by position and by name.
+MODULES: list[tuple[str, Shape, str]] = [
+    ("weighted", SEQUENCE, "nn.Conv1d(4, 3, 3) | nn.ConvTranspose1d(4, 3, 3)"),
+    ("weighted", IMAGE, """
+        nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, padding="valid") |
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect") | nn.Conv2d(4, 3, 3, padding="same", bias=False) |
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="replicate") |
+        nn.Conv2d(4, 3, 3, padding=1, padding_mode="circular") |
+        nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2)
+    """),
+    ("weighted", VOLUME, "nn.Conv3d(4, 3, 3) | nn.ConvTranspose3d(4, 3, 2)"),
+    ("weighted", MATRIX, "nn.Linear(6, 3) | nn.Linear(6, 3, bias=False)"),
+    ("unary", SEQUENCE, """
+        nn.BatchNorm1d(4) | nn.InstanceNorm1d(4) | nn.MaxPool1d(2) | nn.AvgPool1d(2) | nn.AdaptiveAvgPool1d(2) |
+        nn.AdaptiveMaxPool1d(2) | nn.ReLU() | nn.ReLU6() | nn.LeakyReLU(0.2) | nn.PReLU(4) | nn.ELU() | nn.SELU() |
+        nn.CELU() | nn.Sigmoid() | nn.SiLU() | nn.GELU() | nn.GELU(approximate="tanh") | nn.Mish() | nn.Hardsigmoid() |
+        nn.Hardswish() | nn.Hardtanh() | nn.Tanh() | nn.Softplus(beta=2) | nn.Softmax(dim=-1) | nn.LogSoftmax(dim=1)
+    """),
+    ("unary", IMAGE, """
+        nn.BatchNorm2d(4) | nn.GroupNorm(2, 4) | nn.InstanceNorm2d(4, affine=True) | nn.LayerNorm((6, 6)) |
+        nn.MaxPool2d(3, 2, padding=1, ceil_mode=True) | nn.MaxPool2d(2, return_indices=True) |
+        nn.AvgPool2d(3, 2, padding=1, count_include_pad=False) | nn.AvgPool2d(2, divisor_override=3) |
+        nn.AdaptiveAvgPool2d((2, None)) | nn.AdaptiveMaxPool2d(2) | nn.Upsample(scale_factor=2) |
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True) |
+        nn.Upsample(size=9, mode="bicubic", align_corners=False) | nn.UpsamplingNearest2d(scale_factor=2) |
+        nn.UpsamplingBilinear2d(scale_factor=2)
+    """),
+    ("unary", MATRIX, "nn.RMSNorm(6)"),
+    ("unary", VOLUME, """
+        nn.BatchNorm3d(4) | nn.InstanceNorm3d(4) | nn.MaxPool3d(2) | nn.AvgPool3d(2) | nn.AdaptiveAvgPool3d(1) |
+        nn.AdaptiveMaxPool3d(1) | nn.Upsample(scale_factor=2, mode="trilinear")
+    """),
+    ("moved", IMAGE, """
+        nn.Flatten() | nn.Dropout() | nn.Dropout2d() | nn.Identity() | nn.ZeroPad2d(1) | nn.ReflectionPad2d(1) |
+        nn.ReplicationPad2d(1) | nn.ConstantPad2d(1, 0.5) | nn.CircularPad2d(1) | nn.PixelShuffle(2) |
+        nn.Unflatten(1, (2, 2))
+    """),
+    ("moved", SEQUENCE, "nn.ReflectionPad1d(2) | nn.ConstantPad1d(2, 0.0) | nn.Dropout1d() | nn.AlphaDropout()"),
+]  # fmt: skip
 
-def modules(kind: str, shape: tuple[int, ...], **made: Callable[[], nn.Module]) -> list[Case]:
-    """A case per module; each is called by position and by name."""
-    return [
-        case
-        for name, make in made.items()
-        for case in (
-            Case(f"nn.{name}", kind, lambda m, x: m.op(x), (shape,), make),
-            Case(f"nn.{name}-by-name", kind, lambda m, x: m.op(input=x), (shape,), make),
-        )
-    ]
+# The kind, the shapes of x, y and z, and calls.
+CALLS: list[tuple[str, tuple[Shape, ...], str]] = [
+    ("multi", (MATRIX, MATRIX), """
+        operator.add(x, y) | torch.add(x, y) | torch.add(input=x, other=y, alpha=2) | x.add(y) | x.add(other=y) |
+        operator.iadd(x.clone(), y) | operator.sub(x, y) | torch.sub(x, y) | torch.rsub(x, y) |
+        x.sub(other=y, alpha=2) | operator.mul(x, y) | torch.mul(x, other=y) | x.mul(y) | operator.truediv(x, y) |
+        torch.div(x, y) | torch.div(input=x, other=y) | x.div(y) | torch.cat([x, y]) | torch.cat((x, y), 1) |
+        torch.cat(tensors=[x, y], dim=-1) | torch.concat([x, y], dim=0) | torch.stack([x, y]) |
+        torch.stack(tensors=(x, y), dim=1) | torch.einsum("ij,kj->ik", x, y)
+    """),
+    ("multi", ((3, 6), (6, 2)), """
+        operator.matmul(x, y) | torch.matmul(x, y) | torch.matmul(input=x, other=y) | x.matmul(y) | torch.mm(x, y) |
+        torch.mm(x, mat2=y) | x.mm(y)
+    """),
+    ("multi", ((2, 3, 6), (2, 6, 4)), "torch.bmm(x, y) | torch.bmm(input=x, mat2=y) | x.bmm(y)"),
+    ("multi", ((2, 3, 4), (2, 3, 6), (2, 6, 4)), """
+        torch.baddbmm(x, y, z) | torch.baddbmm(x, batch1=y, batch2=z, beta=0.5) | x.baddbmm(y, z)
+    """),
+    ("multi", ((2, 2, 5, 4),) * 3, """
+        F.scaled_dot_product_attention(x, y, z) |
+        F.scaled_dot_product_attention(query=x, key=y, value=z, is_causal=True)
+    """),
+    ("multi", (MATRIX,), "x + 2 | 2 + x | 2 - x | 0.5 * x | x + x"),
+    ("unary", (IMAGE,), """
+        torch.mean(x) | torch.mean(x, 1) | torch.mean(input=x, dim=(2, 3), keepdim=True) | x.mean() | x.mean((2, 3)) |
+        x.mean(dim=-1, keepdim=True) | F.batch_norm(x, torch.zeros(4), torch.ones(4)) |
+        F.batch_norm(input=x, running_mean=None, running_var=None, training=True) | F.layer_norm(x, (6, 6)) |
+        F.layer_norm(input=x, normalized_shape=[6, 6], eps=1e-3) | F.group_norm(x, 2) | F.instance_norm(x) |
+        F.rms_norm(x, (6,)) | torch.layer_norm(x, (6, 6)) | torch.group_norm(x, 2) | F.max_pool2d(x, 2) |
+        F.max_pool2d(input=x, kernel_size=3, stride=2, padding=1, ceil_mode=True) |
+        F.max_pool2d(x, 2, return_indices=True) | torch.max_pool2d(x, 2) | F.avg_pool2d(x, 2) |
+        F.avg_pool2d(x, 3, padding=1, count_include_pad=False) | F.adaptive_avg_pool2d(x, 1) |
+        F.adaptive_avg_pool2d(input=x, output_size=(1, 2)) | F.adaptive_max_pool2d(x, 1) |
+        F.interpolate(x, scale_factor=2) | F.interpolate(input=x, size=(9, 9), mode="bilinear", align_corners=True) |
+        F.interpolate(x, (3, 3), mode="bicubic", antialias=True) | F.interpolate(x, size=3, mode="area")
+    """),
+    ("unary", (SEQUENCE,), """
+        F.max_pool1d(x, 2) | F.avg_pool1d(x, kernel_size=2) | F.adaptive_avg_pool1d(x, 2) |
+        F.adaptive_max_pool1d(x, 2) | F.interpolate(x, scale_factor=2, mode="linear") | F.relu(x) |
+        F.relu(input=x, inplace=False) | F.relu(x.clone(), inplace=True) | torch.relu(x) | x.relu() |
+        x.clone().relu_() | F.relu6(x) | F.leaky_relu(x) | F.leaky_relu(x, 0.3) |
+        F.leaky_relu(input=x, negative_slope=0.3) | F.elu(x) | F.selu(x) | F.celu(x) | F.sigmoid(x) |
+        torch.sigmoid(x) | x.sigmoid() | F.silu(x) | F.gelu(x) | F.gelu(x, approximate="tanh") | F.mish(x) |
+        F.hardsigmoid(x) | F.hardswish(x) | F.hardtanh(x, -0.5, 0.5) | torch.tanh(x) | x.tanh() | F.softplus(x) |
+        F.softmax(x, -1) | F.softmax(input=x, dim=1) | torch.softmax(x, dim=-1) | x.softmax(-1) |
+        F.log_softmax(x, dim=-1) | torch.log_softmax(x, 1) | x.log_softmax(dim=-1)
+    """),
+    ("unary", (VOLUME,), """
+        F.max_pool3d(x, 2) | F.avg_pool3d(x, 2) | F.adaptive_avg_pool3d(x, 1) | F.adaptive_max_pool3d(x, 1)
+    """),
+    ("moved", (IMAGE,), """
+        torch.flatten(x) | torch.flatten(input=x, start_dim=1) | x.flatten(1) | x.unflatten(1, (2, 2)) |
+        torch.unflatten(x, 1, (2, 2)) | x.reshape(x.size(0), -1) | x.view(x.size()) |
+        x.view(x.shape[0], x.shape[1], -1) | x.reshape(x.shape[0] * 2, x.shape[1] // 2, -1) |
+        torch.reshape(input=x, shape=(2, -1)) | x.reshape((2, -1)) | x.view(2, -1) | x.chunk(2, dim=1)[0] |
+        torch.chunk(input=x, chunks=2, dim=1)[1] | x.split(2, 1)[0] | x.split([1, 3], dim=1)[1] |
+        torch.split(x, 2, dim=1)[0] | x.unbind(1)[2] | torch.unbind(x, dim=1)[0] | x[:, :1].expand(-1, 4, -1, -1) |
+        x[:, :1].expand_as(x) | x.repeat(1, 2, 1, 1) | x.transpose(1, 2) | torch.transpose(input=x, dim0=1, dim1=2) |
+        x.permute(0, 2, 3, 1) | x.permute((0, 2, 3, 1)) | torch.permute(x, dims=(0, 2, 3, 1)) | x.mT |
+        x[:, :1].squeeze(1) | torch.squeeze(x[:, :1]) | x.unsqueeze(1) | torch.unsqueeze(x, dim=-1) | F.pad(x, (1, 1)) |
+        F.pad(input=x, pad=(1, 0, 1, 0), mode="reflect") | x.roll(1, 2) |
+        torch.roll(input=x, shifts=(1, 2), dims=(2, 3)) | x.to(x.device) | x.to(dtype=x.dtype) | x[:, 1] | x[..., ::2] |
+        x[:, None] | x == 0 | torch.eq(x, 0.0) | x.eq(0.0) | F.dropout(x, training=False) | F.dropout2d(x, 0.5, False) |
+        torch.clone(x) | x.clone() | x.contiguous() | x.detach() | torch.where(x > 0, x, 0.0) | x.where(x > 0, 0.0) |
+        torch.where(condition=x > 0, input=x, other=0.0) | x.masked_fill(x < 0, 0.0) | torch.clamp(x, -1, 1) |
+        torch.clamp(input=x, min=0) | x.clamp(max=1.0) | x.clamp_min(0.0) | -x | x.amax((2, 3)) |
+        torch.maximum(x, torch.zeros(())) | x[:, torch.arange(x.shape[1] // 2)]
+    """),
+    ("float", (SEQUENCE,), """
+        x // 0.3 | torch.floor_divide(x, 0.3) | x.floor_divide(0.3) | torch.erf(x) | x.cumsum(1) | F.glu(x, 1)
+    """),
+]  # fmt: skip
 
-
-def calls(kind: str, *shapes: tuple[int, ...], **made: Callable[..., Any]) -> list[Case]:
-    return [Case(name.replace("__", "."), kind, lambda m, *x, f=f: f(*x), shapes) for name, f in made.items()]
-
-
-def weighted(weight: tuple[int, ...], *shapes: tuple[int, ...], **made: Callable[..., Any]) -> list[Case]:
-    return [
-        Case(name.replace("__", "."), "weighted", lambda m, *x, f=f: f(m.w, *x), shapes, weight=weight)
-        for name, f in made.items()
-    ]
-
-
-WEIGHTED = [
-    *modules(
-        "weighted", SEQUENCE, Conv1d=lambda: nn.Conv1d(4, 3, 3), ConvTranspose1d=lambda: nn.ConvTranspose1d(4, 3, 3)
-    ),
-    *modules(
-        "weighted",
-        IMAGE,
-        Conv2d=lambda: nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, padding="valid"),
-        Conv2d_reflect=lambda: nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"),
-        Conv2d_same=lambda: nn.Conv2d(4, 3, 3, padding="same", bias=False),
-        ConvTranspose2d=lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2),
-    ),
-    *modules(
-        "weighted", VOLUME, Conv3d=lambda: nn.Conv3d(4, 3, 3), ConvTranspose3d=lambda: nn.ConvTranspose3d(4, 3, 2)
-    ),
-    *modules("weighted", MATRIX, Linear=lambda: nn.Linear(6, 3), Linear_no_bias=lambda: nn.Linear(6, 3, bias=False)),
-    Case(
-        "nn.ConvTranspose2d-output_size",
-        "weighted",
-        lambda m, x: m.op(x, output_size=[12, 12]),
-        (IMAGE,),
-        lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1),
-    ),
-    *weighted(
-        (3, 4, 3),
-        SEQUENCE,
-        F__conv1d=lambda w, x: F.conv1d(x, w),
-        F__conv1d_names=lambda w, x: F.conv1d(input=x, weight=w, padding=1),
-    ),
-    *weighted(
-        (3, 4, 3, 3),
-        IMAGE,
-        F__conv2d=lambda w, x: F.conv2d(x, w, None, 2, 1),
-        F__conv2d_names=lambda w, x: F.conv2d(weight=w, input=x, stride=2),
-        F__conv2d_mixed=lambda w, x: F.conv2d(x, weight=w),
-    ),
-    *weighted((3, 4, 2, 2, 2), VOLUME, F__conv3d=lambda w, x: F.conv3d(x, w)),
-    *weighted((4, 3, 3), SEQUENCE, F__conv_transpose1d=lambda w, x: F.conv_transpose1d(x, w)),
-    *weighted((4, 3, 3, 3), IMAGE, F__conv_transpose2d=lambda w, x: F.conv_transpose2d(x, w, stride=2)),
-    *weighted((4, 3, 2, 2, 2), VOLUME, F__conv_transpose3d=lambda w, x: F.conv_transpose3d(input=x, weight=w)),
-    *weighted(
-        (3, 6),
-        MATRIX,
-        F__linear=lambda w, x: F.linear(x, w),
-        F__linear_names=lambda w, x: F.linear(weight=w, input=x),
-        F__linear_computed_weight=lambda w, x: F.linear(x, w * 0.5),
-    ),
-    *weighted(
-        (6, 3),
-        MATRIX,
-        torch__addmm=lambda w, x: torch.addmm(torch.ones(3), x, w),
-        torch__addmm_names=lambda w, x: torch.addmm(input=torch.ones(3), mat1=x, mat2=w),
-        Tensor__addmm=lambda w, x: torch.ones(3).addmm(x, w),
-    ),
-]
-
-ARITHMETIC = [
-    *calls(
-        "multi",
-        MATRIX,
-        MATRIX,
-        operator__add=operator.add,
-        torch__add=torch.add,
-        torch__add_alpha=lambda x, y: torch.add(input=x, other=y, alpha=2),
-        Tensor__add=lambda x, y: x.add(y),
-        Tensor__add_names=lambda x, y: x.add(other=y),
-        iadd=lambda x, y: operator.iadd(x.clone(), y),
-        operator__sub=operator.sub,
-        torch__sub=torch.sub,
-        torch__rsub=torch.rsub,
-        Tensor__sub=lambda x, y: x.sub(other=y, alpha=2),
-        operator__mul=operator.mul,
-        torch__mul=lambda x, y: torch.mul(x, other=y),
-        Tensor__mul=lambda x, y: x.mul(y),
-        operator__truediv=operator.truediv,
-        torch__div=torch.div,
-        torch__div_names=lambda x, y: torch.div(input=x, other=y),
-        Tensor__div=lambda x, y: x.div(y),
-        cat=lambda x, y: torch.cat([x, y]),
-        cat_tuple=lambda x, y: torch.cat((x, y), 1),
-        cat_names=lambda x, y: torch.cat(tensors=[x, y], dim=-1),
-        concat=lambda x, y: torch.concat([x, y], dim=0),
-        stack=lambda x, y: torch.stack([x, y]),
-        stack_names=lambda x, y: torch.stack(tensors=(x, y), dim=1),
-        einsum=lambda x, y: torch.einsum("ij,kj->ik", x, y),
-    ),
-    *calls(
-        "multi",
-        (3, 6),
-        (6, 2),
-        operator__matmul=operator.matmul,
-        torch__matmul=torch.matmul,
-        torch__matmul_names=lambda x, y: torch.matmul(input=x, other=y),
-        Tensor__matmul=lambda x, y: x.matmul(y),
-        torch__mm=torch.mm,
-        torch__mm_names=lambda x, y: torch.mm(x, mat2=y),
-        Tensor__mm=lambda x, y: x.mm(y),
-    ),
-    *calls(
-        "multi",
-        (2, 3, 6),
-        (2, 6, 4),
-        torch__bmm=torch.bmm,
-        torch__bmm_names=lambda x, y: torch.bmm(input=x, mat2=y),
-        Tensor__bmm=lambda x, y: x.bmm(y),
-    ),
-    *calls(
-        "multi",
-        (2, 3, 4),
-        (2, 3, 6),
-        (2, 6, 4),
-        torch__baddbmm=torch.baddbmm,
-        torch__baddbmm_names=lambda x, y, z: torch.baddbmm(x, batch1=y, batch2=z, beta=0.5),
-        Tensor__baddbmm=lambda x, y, z: x.baddbmm(y, z),
-    ),
-    *calls(
-        "multi",
-        *[(2, 2, 5, 4)] * 3,
-        F__scaled_dot_product_attention=lambda x, y, z: F.scaled_dot_product_attention(x, y, z),
-        F__scaled_dot_product_attention_names=lambda x, y, z: F.scaled_dot_product_attention(
-            query=x, key=y, value=z, is_causal=True
-        ),
-    ),
-    *calls(
-        "multi",
-        MATRIX,
-        add_number=lambda x: x + 2,
-        radd_number=lambda x: 2 + x,
-        rsub_number=lambda x: 2 - x,
-        mul_number=lambda x: 0.5 * x,
-        add_itself=lambda x: x + x,
-    ),
-    *calls(
-        "unary",
-        IMAGE,
-        torch__mean=torch.mean,
-        torch__mean_dim=lambda x: torch.mean(x, 1),
-        torch__mean_names=lambda x: torch.mean(input=x, dim=(2, 3), keepdim=True),
-        Tensor__mean=lambda x: x.mean(),
-        Tensor__mean_dims=lambda x: x.mean((2, 3)),
-        Tensor__mean_names=lambda x: x.mean(dim=-1, keepdim=True),
-    ),
-]
-
-NORMS = [
-    *modules("unary", SEQUENCE, BatchNorm1d=lambda: nn.BatchNorm1d(4), InstanceNorm1d=lambda: nn.InstanceNorm1d(4)),
-    *modules(
-        "unary",
-        IMAGE,
-        BatchNorm2d=lambda: nn.BatchNorm2d(4),
-        GroupNorm=lambda: nn.GroupNorm(2, 4),
-        InstanceNorm2d=lambda: nn.InstanceNorm2d(4, affine=True),
-        LayerNorm=lambda: nn.LayerNorm((6, 6)),
-    ),
-    *modules("unary", VOLUME, BatchNorm3d=lambda: nn.BatchNorm3d(4), InstanceNorm3d=lambda: nn.InstanceNorm3d(4)),
-    Case("nn.RMSNorm", "unary", lambda m, x: m.op(x), (MATRIX,), lambda: nn.RMSNorm(6)),
-    Case("nn.RMSNorm-by-name", "unary", lambda m, x: m.op(x=x), (MATRIX,), lambda: nn.RMSNorm(6)),
-    *calls(
-        "unary",
-        IMAGE,
-        F__batch_norm=lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
-        F__batch_norm_training=lambda x: F.batch_norm(input=x, running_mean=None, running_var=None, training=True),
-        F__layer_norm=lambda x: F.layer_norm(x, (6, 6)),
-        F__layer_norm_names=lambda x: F.layer_norm(input=x, normalized_shape=[6, 6], eps=1e-3),
-        F__group_norm=lambda x: F.group_norm(x, 2),
-        F__instance_norm=lambda x: F.instance_norm(x),
-        F__rms_norm=lambda x: F.rms_norm(x, (6,)),
-        torch__layer_norm=lambda x: torch.layer_norm(x, (6, 6)),
-        torch__group_norm=lambda x: torch.group_norm(x, 2),
-    ),
-]
-
-POOLS = [
-    *modules(
-        "unary",
-        SEQUENCE,
-        MaxPool1d=lambda: nn.MaxPool1d(2),
-        AvgPool1d=lambda: nn.AvgPool1d(2),
-        AdaptiveAvgPool1d=lambda: nn.AdaptiveAvgPool1d(2),
-        AdaptiveMaxPool1d=lambda: nn.AdaptiveMaxPool1d(2),
-    ),
-    *modules(
-        "unary",
-        IMAGE,
-        MaxPool2d=lambda: nn.MaxPool2d(3, 2, padding=1, ceil_mode=True),
-        MaxPool2d_indices=lambda: nn.MaxPool2d(2, return_indices=True),
-        AvgPool2d=lambda: nn.AvgPool2d(3, 2, padding=1, count_include_pad=False),
-        AvgPool2d_divisor=lambda: nn.AvgPool2d(2, divisor_override=3),
-        AdaptiveAvgPool2d=lambda: nn.AdaptiveAvgPool2d((2, None)),
-        AdaptiveMaxPool2d=lambda: nn.AdaptiveMaxPool2d(2),
-        Upsample=lambda: nn.Upsample(scale_factor=2),
-        Upsample_bilinear=lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        Upsample_bicubic=lambda: nn.Upsample(size=9, mode="bicubic", align_corners=False),
-        UpsamplingNearest2d=lambda: nn.UpsamplingNearest2d(scale_factor=2),
-        UpsamplingBilinear2d=lambda: nn.UpsamplingBilinear2d(scale_factor=2),
-    ),
-    *modules(
-        "unary",
-        VOLUME,
-        MaxPool3d=lambda: nn.MaxPool3d(2),
-        AvgPool3d=lambda: nn.AvgPool3d(2),
-        AdaptiveAvgPool3d=lambda: nn.AdaptiveAvgPool3d(1),
-        AdaptiveMaxPool3d=lambda: nn.AdaptiveMaxPool3d(1),
-        Upsample_trilinear=lambda: nn.Upsample(scale_factor=2, mode="trilinear"),
-    ),
-    *calls(
-        "unary",
-        IMAGE,
-        F__max_pool2d=lambda x: F.max_pool2d(x, 2),
-        F__max_pool2d_names=lambda x: F.max_pool2d(input=x, kernel_size=3, stride=2, padding=1, ceil_mode=True),
-        F__max_pool2d_indices=lambda x: F.max_pool2d(x, 2, return_indices=True),
-        torch__max_pool2d=lambda x: torch.max_pool2d(x, 2),
-        F__avg_pool2d=lambda x: F.avg_pool2d(x, 2),
-        F__avg_pool2d_names=lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
-        F__adaptive_avg_pool2d=lambda x: F.adaptive_avg_pool2d(x, 1),
-        F__adaptive_avg_pool2d_names=lambda x: F.adaptive_avg_pool2d(input=x, output_size=(1, 2)),
-        F__adaptive_max_pool2d=lambda x: F.adaptive_max_pool2d(x, 1),
-        F__interpolate=lambda x: F.interpolate(x, scale_factor=2),
-        F__interpolate_names=lambda x: F.interpolate(input=x, size=(9, 9), mode="bilinear", align_corners=True),
-        F__interpolate_bicubic=lambda x: F.interpolate(x, (3, 3), mode="bicubic", antialias=True),
-        F__interpolate_area=lambda x: F.interpolate(x, size=3, mode="area"),
-    ),
-    *calls(
-        "unary",
-        SEQUENCE,
-        F__max_pool1d=lambda x: F.max_pool1d(x, 2),
-        F__avg_pool1d=lambda x: F.avg_pool1d(x, kernel_size=2),
-        F__adaptive_avg_pool1d=lambda x: F.adaptive_avg_pool1d(x, 2),
-        F__adaptive_max_pool1d=lambda x: F.adaptive_max_pool1d(x, 2),
-        F__interpolate_linear=lambda x: F.interpolate(x, scale_factor=2, mode="linear"),
-    ),
-    *calls(
-        "unary",
-        VOLUME,
-        F__max_pool3d=lambda x: F.max_pool3d(x, 2),
-        F__avg_pool3d=lambda x: F.avg_pool3d(x, 2),
-        F__adaptive_avg_pool3d=lambda x: F.adaptive_avg_pool3d(x, 1),
-        F__adaptive_max_pool3d=lambda x: F.adaptive_max_pool3d(x, 1),
-    ),
-]
-
-ACTIVATIONS = [
-    *modules(
-        "unary",
-        SEQUENCE,
-        ReLU=nn.ReLU,
-        ReLU6=nn.ReLU6,
-        LeakyReLU=lambda: nn.LeakyReLU(0.2),
-        PReLU=lambda: nn.PReLU(4),
-        ELU=nn.ELU,
-        SELU=nn.SELU,
-        CELU=nn.CELU,
-        Sigmoid=nn.Sigmoid,
-        SiLU=nn.SiLU,
-        GELU=nn.GELU,
-        GELU_tanh=lambda: nn.GELU(approximate="tanh"),
-        Mish=nn.Mish,
-        Hardsigmoid=nn.Hardsigmoid,
-        Hardswish=nn.Hardswish,
-        Hardtanh=nn.Hardtanh,
-        Tanh=nn.Tanh,
-        Softplus=lambda: nn.Softplus(beta=2),
-        Softmax=lambda: nn.Softmax(dim=-1),
-        LogSoftmax=lambda: nn.LogSoftmax(dim=1),
-    ),
-    *calls(
-        "unary",
-        SEQUENCE,
-        F__relu=F.relu,
-        F__relu_names=lambda x: F.relu(input=x, inplace=False),
-        F__relu_inplace=lambda x: F.relu(x.clone(), inplace=True),
-        torch__relu=torch.relu,
-        Tensor__relu=lambda x: x.relu(),
-        Tensor__relu_=lambda x: x.clone().relu_(),
-        F__relu6=F.relu6,
-        F__leaky_relu=F.leaky_relu,
-        F__leaky_relu_slope=lambda x: F.leaky_relu(x, 0.3),
-        F__leaky_relu_names=lambda x: F.leaky_relu(input=x, negative_slope=0.3),
-        F__elu=F.elu,
-        F__selu=F.selu,
-        F__celu=F.celu,
-        F__sigmoid=torch.nn.functional.sigmoid,
-        torch__sigmoid=torch.sigmoid,
-        Tensor__sigmoid=lambda x: x.sigmoid(),
-        F__silu=F.silu,
-        F__gelu=F.gelu,
-        F__gelu_tanh=lambda x: F.gelu(x, approximate="tanh"),
-        F__mish=F.mish,
-        F__hardsigmoid=F.hardsigmoid,
-        F__hardswish=F.hardswish,
-        F__hardtanh=lambda x: F.hardtanh(x, -0.5, 0.5),
-        torch__tanh=torch.tanh,
-        Tensor__tanh=lambda x: x.tanh(),
-        F__softplus=F.softplus,
-        F__softmax=lambda x: F.softmax(x, -1),
-        F__softmax_names=lambda x: F.softmax(input=x, dim=1),
-        torch__softmax=lambda x: torch.softmax(x, dim=-1),
-        Tensor__softmax=lambda x: x.softmax(-1),
-        F__log_softmax=lambda x: F.log_softmax(x, dim=-1),
-        torch__log_softmax=lambda x: torch.log_softmax(x, 1),
-        Tensor__log_softmax=lambda x: x.log_softmax(dim=-1),
-    ),
-    Case("F.prelu", "unary", lambda m, x: F.prelu(x, m.w), (SEQUENCE,), weight=(4,)),
-    Case("torch.prelu", "unary", lambda m, x: torch.prelu(x, m.w), (SEQUENCE,), weight=(1,)),
-    Case("Tensor.prelu", "unary", lambda m, x: x.prelu(m.w), (SEQUENCE,), weight=(4,)),
-]
-
-MOVED = [
-    *modules(
-        "moved",
-        IMAGE,
-        Flatten=nn.Flatten,
-        Dropout=nn.Dropout,
-        Dropout2d=nn.Dropout2d,
-        Identity=nn.Identity,
-        ZeroPad2d=lambda: nn.ZeroPad2d(1),
-        ReflectionPad2d=lambda: nn.ReflectionPad2d(1),
-        ReplicationPad2d=lambda: nn.ReplicationPad2d(1),
-        ConstantPad2d=lambda: nn.ConstantPad2d(1, 0.5),
-        CircularPad2d=lambda: nn.CircularPad2d(1),
-        PixelShuffle=lambda: nn.PixelShuffle(2),
-        Unflatten=lambda: nn.Unflatten(1, (2, 2)),
-    ),
-    *modules(
-        "moved",
-        SEQUENCE,
-        ReflectionPad1d=lambda: nn.ReflectionPad1d(2),
-        ConstantPad1d=lambda: nn.ConstantPad1d(2, 0.0),
-        Dropout1d=nn.Dropout1d,
-        AlphaDropout=nn.AlphaDropout,
-    ),
-    *calls(
-        "moved",
-        IMAGE,
-        torch__flatten=torch.flatten,
-        torch__flatten_names=lambda x: torch.flatten(input=x, start_dim=1),
-        Tensor__flatten=lambda x: x.flatten(1),
-        Tensor__unflatten=lambda x: x.unflatten(1, (2, 2)),
-        torch__unflatten=lambda x: torch.unflatten(x, 1, (2, 2)),
-        Tensor__size=lambda x: x.reshape(x.size(0), -1),
-        Tensor__size_all=lambda x: x.view(x.size()),
-        shape=lambda x: x.view(x.shape[0], x.shape[1], -1),
-        shape_arithmetic=lambda x: x.reshape(x.shape[0] * 2, x.shape[1] // 2, -1),
-        torch__reshape=lambda x: torch.reshape(input=x, shape=(2, -1)),
-        Tensor__reshape=lambda x: x.reshape((2, -1)),
-        Tensor__view=lambda x: x.view(2, -1),
-        Tensor__chunk=lambda x: x.chunk(2, dim=1)[0],
-        torch__chunk=lambda x: torch.chunk(input=x, chunks=2, dim=1)[1],
-        Tensor__split=lambda x: x.split(2, 1)[0],
-        Tensor__split_sizes=lambda x: x.split([1, 3], dim=1)[1],
-        torch__split=lambda x: torch.split(x, 2, dim=1)[0],
-        unbind=lambda x: x.unbind(1)[2],
-        torch__unbind=lambda x: torch.unbind(x, dim=1)[0],
-        Tensor__expand=lambda x: x[:, :1].expand(-1, 4, -1, -1),
-        Tensor__expand_as=lambda x: x[:, :1].expand_as(x),
-        Tensor__repeat=lambda x: x.repeat(1, 2, 1, 1),
-        Tensor__transpose=lambda x: x.transpose(1, 2),
-        torch__transpose=lambda x: torch.transpose(input=x, dim0=1, dim1=2),
-        Tensor__permute=lambda x: x.permute(0, 2, 3, 1),
-        Tensor__permute_tuple=lambda x: x.permute((0, 2, 3, 1)),
-        torch__permute=lambda x: torch.permute(x, dims=(0, 2, 3, 1)),
-        mT=lambda x: x.mT,
-        Tensor__squeeze=lambda x: x[:, :1].squeeze(1),
-        torch__squeeze=lambda x: torch.squeeze(x[:, :1]),
-        Tensor__unsqueeze=lambda x: x.unsqueeze(1),
-        torch__unsqueeze=lambda x: torch.unsqueeze(x, dim=-1),
-        F__pad=lambda x: F.pad(x, (1, 1)),
-        F__pad_names=lambda x: F.pad(input=x, pad=(1, 0, 1, 0), mode="reflect"),
-        Tensor__roll=lambda x: x.roll(1, 2),
-        torch__roll=lambda x: torch.roll(input=x, shifts=(1, 2), dims=(2, 3)),
-        getattr_device=lambda x: x.to(x.device),
-        getattr_dtype=lambda x: x.to(dtype=x.dtype),
-        getitem=lambda x: x[:, 1],
-        getitem_ellipsis=lambda x: x[..., ::2],
-        getitem_none=lambda x: x[:, None],
-        eq=lambda x: x == 0,
-        torch__eq=lambda x: torch.eq(x, 0.0),
-        Tensor__eq=lambda x: x.eq(0.0),
-        F__dropout=lambda x: F.dropout(x, training=False),
-        F__dropout2d=lambda x: F.dropout2d(x, 0.5, False),
-        torch__clone=torch.clone,
-        Tensor__clone=lambda x: x.clone(),
-        Tensor__contiguous=lambda x: x.contiguous(),
-        Tensor__detach=lambda x: x.detach(),
-        torch__where=lambda x: torch.where(x > 0, x, 0.0),
-        Tensor__where=lambda x: x.where(x > 0, 0.0),
-        torch__where_names=lambda x: torch.where(condition=x > 0, input=x, other=0.0),
-        Tensor__masked_fill=lambda x: x.masked_fill(x < 0, 0.0),
-        torch__clamp=lambda x: torch.clamp(x, -1, 1),
-        torch__clamp_names=lambda x: torch.clamp(input=x, min=0),
-        Tensor__clamp=lambda x: x.clamp(max=1.0),
-        Tensor__clamp_min=lambda x: x.clamp_min(0.0),
-        neg=lambda x: -x,
-        amax=lambda x: x.amax((2, 3)),
-        maximum=lambda x: torch.maximum(x, torch.zeros(())),
-        factories=lambda x: x[:, torch.arange(x.shape[1] // 2)],
-    ),
-]
-
-FLOAT = [
-    *calls(
-        "float",
-        SEQUENCE,
-        floordiv=lambda x: x // 0.3,
-        torch__floor_divide=lambda x: torch.floor_divide(x, 0.3),
-        Tensor__floor_divide=lambda x: x.floor_divide(0.3),
-        unknown_function=lambda x: torch.erf(x),
-        unknown_method=lambda x: x.cumsum(1),
-        unknown_attention=lambda x: F.glu(x, 1),
-    ),
-]
-
-CASES = [*WEIGHTED, *ARITHMETIC, *NORMS, *POOLS, *ACTIVATIONS, *MOVED, *FLOAT]
+# The shapes of the weight w and of x, and calls.
+WEIGHTED: list[tuple[Shape, Shape, str]] = [
+    ((4,), SEQUENCE, "F.prelu(x, w) | x.prelu(w)"),
+    ((1,), SEQUENCE, "torch.prelu(x, w)"),
+    ((3, 4, 3), SEQUENCE, "F.conv1d(x, w) | F.conv1d(input=x, weight=w, padding=1)"),
+    ((3, 4, 3, 3), IMAGE, """
+        F.conv2d(x, w, None, 2, 1) | F.conv2d(weight=w, input=x, stride=2) | F.conv2d(x, weight=w)
+    """),
+    ((3, 4, 2, 2, 2), VOLUME, "F.conv3d(x, w)"),
+    ((4, 3, 3), SEQUENCE, "F.conv_transpose1d(x, w)"),
+    ((4, 3, 3, 3), IMAGE, "F.conv_transpose2d(x, w, stride=2)"),
+    ((4, 3, 2, 2, 2), VOLUME, "F.conv_transpose3d(input=x, weight=w)"),
+    ((3, 6), MATRIX, "F.linear(x, w) | F.linear(weight=w, input=x) | F.linear(x, w * 0.5)"),
+    ((6, 3), MATRIX, """
+        torch.addmm(torch.ones(3), x, w) | torch.addmm(input=torch.ones(3), mat1=x, mat2=w) |
+        torch.ones(3).addmm(x, w)
+    """),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+NAMES = {"F": F, "nn": nn, "operator": operator, "torch": torch}
+
+
+def cases() -> Iterator[Case]:
+    for kind, shape, text in MODULES:
+        for made in listed(text):
+            op = eval(f"lambda: {made}", NAMES)
+            name = "x" if "RMSNorm" in made else "input"
+            yield Case(made, kind, lambda m, x: m.op(x), (shape,), op)
+            yield Case(f"{made} by name", kind, lambda m, x, name=name: m.op(**{name: x}), (shape,), op)
+    made = "nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1)"
+    call = lambda m, x: m.op(x, output_size=[12, 12])  # noqa: E731
+    yield Case(f"{made} with output_size", "weighted", call, (IMAGE,), lambda: eval(made, NAMES))
+    for kind, shapes, text in CALLS:
+        for call in listed(text):
+            compute = eval(f"lambda {', '.join('xyz'[: len(shapes)])}: {call}", NAMES)
+            yield Case(call, kind, lambda m, *x, f=compute: f(*x), shapes)
+    for weight, shape, text in WEIGHTED:
+        for call in listed(text):
+            compute, kind = eval(f"lambda w, x: {call}", NAMES), "unary" if "prelu" in call else "weighted"
+            yield Case(call, kind, lambda m, x, f=compute: f(m.w, x), (shape,), weight=weight)
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=lambda case: case.id)
 @torch.no_grad()
 def test_op(case: Case) -> None:
     model = {1: OneInput, 2: TwoInputs, 3: ThreeInputs}[len(case.shapes)](case).eval()
@@ -527,7 +248,7 @@ def quantized_by_hand(model: OneInput, qmodel: QuantModel, inputs: list[Tensor])
     for quantizer in qmodel.quantizers():
         if quantizer.target == "weight" and quantizer.is_enable:
             weight = model.op.weight if model.op is not None else model.w
-            if "computed" in model.case.id:
+            if "w * 0.5" in model.case.id:
                 weight = quantizer(weight * 0.5) * 2
                 model.w.copy_(weight)
             else:
@@ -551,13 +272,9 @@ def assert_same(actual: Any, expected: Any) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("as_module", [True, False], ids=["module", "function"])
 def test_embedding_quantizes_its_weight_alone(as_module: bool) -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, 4, padding_idx=0)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids) if as_module else F.embedding(ids, self.table.weight, padding_idx=0)
+    @with_layers(lambda: {"table": nn.Embedding(10, 4, padding_idx=0)})
+    def Lookup(self, ids: Tensor) -> Tensor:
+        return self.table(ids) if as_module else F.embedding(ids, self.table.weight, padding_idx=0)
 
     model, ids = Lookup().eval(), torch.randint(0, 10, (2, 5))
     qmodel = QuantModel(model, qconfig(bits=4))
@@ -573,13 +290,9 @@ def test_embedding_quantizes_its_weight_alone(as_module: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention_is_taken_apart(batch_first: bool) -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
+    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=batch_first)})
+    def Attention(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
 
     model, x = Attention().eval(), torch.randn(3, 5, 8)
     qmodel = QuantModel(model, qconfig())
@@ -595,14 +308,10 @@ def test_multihead_attention_is_taken_apart(batch_first: bool) -> None:
 
 @torch.no_grad()
 def test_neighbours_of_a_recurrent_layer_are_quantized() -> None:
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.front, self.lstm, self.back = nn.Linear(6, 5), nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden, (last, _) = self.lstm(self.front(x))
-            return self.back(hidden) + last.sum()
+    @with_layers(lambda: {"front": nn.Linear(6, 5), "lstm": nn.LSTM(5, 4, batch_first=True), "back": nn.Linear(4, 3)})
+    def Tagger(self, x: Tensor) -> Tensor:
+        hidden, (last, _) = self.lstm(self.front(x))
+        return self.back(hidden) + last.sum()
 
     model, x = Tagger().eval(), torch.randn(2, 5, 6)
     qmodel = QuantModel(model, qconfig())

@@ -90,11 +90,7 @@ def test_an_exported_and_audited_file(tmp_path: Path) -> None:
     assert (
         kept.audits == (found,)
         and kept.parity == made.parity
-        and [one.verb for one in kept.runs]
-        == [
-            "export",
-            "audit",
-        ]
+        and [one.verb for one in kept.runs] == ["export", "audit"]
     )
     qmodel.export_onnx(X[:2], file)
     with pytest.raises(RecordError, match="has changed since"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsebit.quantization import FreezeSchedule, QuantModel, parse_qconfig
-from tests.quantization.tiny import qconfig
+from tests.quantization.tiny import prepared, qconfig
 from tests.quantization.tiny_training import WAYS, Net, assert_same, data, ready, train
 
 PART = {"lsq": "scales", "lsq+": "scales", "pact": "scales", "dorefa": "observers", "following": "observers"}
@@ -151,9 +151,7 @@ CONFIG = {
 )
 def test_a_state_of_another_config_is_refused(key: str, value: object, said: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    saved = QuantModel(model, parse_qconfig(CONFIG))
-    saved.prepare_calibration()
-    saved(torch.randn(16, 4))
+    saved = prepared(model, [torch.randn(16, 4)], parse_qconfig(CONFIG))
     saved.init_QAT()
     config = copy.deepcopy(CONFIG)
     *path, last = key.split(".")
@@ -170,9 +168,7 @@ def test_calibrated_numbers_may_go_on_learning() -> None:
     uniform = copy.deepcopy(CONFIG)
     for part in ("W", "A"):
         uniform[part]["QUANTIZER"]["TYPE"] = "uniform"  # type: ignore[index]
-    saved = QuantModel(model, parse_qconfig(uniform))
-    saved.prepare_calibration()
-    saved(torch.randn(16, 4))
+    saved = prepared(model, [torch.randn(16, 4)], parse_qconfig(uniform))
     saved.init_QAT()
     learning = QuantModel(model, parse_qconfig(CONFIG))
     learning.load_state_dict(saved.state_dict())

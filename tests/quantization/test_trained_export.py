@@ -39,8 +39,10 @@ def kinds(qmodel: QuantModel) -> dict[str, str]:
     return {q.name: q.TYPE for q in qmodel.quantizers() if not q.fake_fused}
 
 
-@pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
-@pytest.mark.parametrize("folds", [True, False], ids=["folded before", "folded after"])
+@pytest.mark.parametrize(("folds", "backend"), [
+    pytest.param(True, "virtual", marks=pytest.mark.slow), (True, "onnxruntime"), (False, "virtual"),
+    pytest.param(False, "onnxruntime", marks=pytest.mark.slow),
+], ids=lambda value: {True: "folded before", False: "folded after"}.get(value, value))  # fmt: skip
 def test_all_types_in_one_model(backend: str, folds: bool, tmp_path: Path) -> None:
     schedule = {"SCHEDULE.FUSE_BN": folds} if folds or backend == "virtual" else {"SCHEDULE.BN_TUNING": True}
     qmodel = ready("fixed", {**MIXED, **schedule}, bits=8, backend=backend)

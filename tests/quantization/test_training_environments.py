@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import DistillationLoss, QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.quantization.tiny import qconfig, run
+from tests.quantization.tiny import prepared, qconfig
 from tests.quantization.tiny_training import SOME_WAYS, WAYS, Net, data, numbers, ready, train
 
 
@@ -152,9 +152,7 @@ def test_a_model_that_checkpoints_its_stages(way: str) -> None:
     (x, labels), made, num_calls = data(), [], []
     for checkpoints in (True, False):
         torch.manual_seed(0)
-        qmodel = QuantModel(Staged(checkpoints), qconfig(config, bits=4))
-        qmodel.prepare_calibration()
-        run(qmodel, [x])
+        qmodel = prepared(Staged(checkpoints), [x], qconfig(config, bits=4))
         qmodel.init_QAT(follow_ranges=follow)
         calls: list[str] = []
         conv = next(module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr))
@@ -169,9 +167,7 @@ def test_a_model_that_checkpoints_its_stages(way: str) -> None:
 def test_checkpoint_around_modules_of_the_graph() -> None:
     parts = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(4, 6)
-    qmodel = QuantModel(parts, qconfig({"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq"}, bits=4))
-    qmodel.prepare_calibration()
-    run(qmodel, [x])
+    qmodel = prepared(parts, [x], qconfig({"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq"}, bits=4))
     qmodel.init_QAT()
     plain = copy.deepcopy(qmodel.train())
     plain(x).sum().backward()

@@ -16,6 +16,7 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
+from tests.nets import with_layers
 
 UINT4 = TensorSpec(4, False, PerTensor())
 
@@ -33,13 +34,21 @@ def qconfig(changes: dict[str, Any] | None = None, *, bits: int = 8, backend: st
     return parse_qconfig(values)
 
 
+def prepared(model: nn.Module, batches: Iterable[Any], config: Any = None, **settings: Any) -> QuantModel:
+    """A model that has seen the batches; its numbers are computed next, by `calc_qparams` or `init_QAT`."""
+    if config is None and "plan" not in settings:
+        config = qconfig()
+    qmodel = QuantModel(model, config, **settings)
+    qmodel.prepare_calibration()
+    run(qmodel, batches)
+    return qmodel
+
+
 def calibrated(
     model: nn.Module, batches: Iterable[Any], config: Any = None, *, asym: bool = False, **settings: Any
 ) -> QuantModel:
     """A calibrated model with quantization on; batches are single tensors, or tuples of positional arguments."""
-    qmodel = QuantModel(model, qconfig() if config is None else config, **settings)
-    qmodel.prepare_calibration()
-    run(qmodel, batches)
+    qmodel = prepared(model, batches, config, **settings)
     qmodel.calc_qparams(asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
@@ -120,26 +129,17 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+@with_layers(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 3)})
+def TwoLayers(self, x: Tensor) -> Tensor:
+    return self.second(torch.tanh(self.first(x)))
 
 
-class Opaque(nn.Module):
+@with_layers(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 3)})
+def Opaque(self, x: Tensor) -> Tensor:
     """Branches on data: torch.fx cannot trace it, and its layers are found one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.abs().max()) > 1e6:
-            return x
-        return self.second(torch.tanh(self.first(x)))
+    if float(x.abs().max()) > 1e6:
+        return x
+    return self.second(torch.tanh(self.first(x)))
 
 
 class Mixed(nn.Module):

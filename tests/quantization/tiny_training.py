@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel
-from tests.quantization.tiny import qconfig, run
+from tests.quantization.tiny import prepared, qconfig
 
 # name -> (changes of the config, whether ranges follow the data)
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -56,9 +56,7 @@ def ready(way: str = "lsq", changes: dict[str, Any] | None = None, *, bits: int 
     """A model in train mode, behind `init_QAT`; the same at every call."""
     config, follow = WAYS[way]
     torch.manual_seed(0)
-    qmodel = QuantModel(Net(), qconfig({**config, **(changes or {})}, bits=bits, **settings))
-    qmodel.prepare_calibration()
-    run(qmodel, data()[0].split(8))
+    qmodel = prepared(Net(), data()[0].split(8), qconfig({**config, **(changes or {})}, bits=bits, **settings))
     qmodel.init_QAT(follow_ranges=follow)
     return qmodel.train()
 

@@ -18,12 +18,8 @@ PLAIN = st.recursive(
     max_leaves=4,
 )
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
-    str: st.text(max_size=8),
-    int: st.integers(),
-    bool: st.booleans(),
-    float: st.floats(allow_nan=False),
-    Any: PLAIN,
-}
+    str: st.text(max_size=8), int: st.integers(), bool: st.booleans(), float: st.floats(allow_nan=False), Any: PLAIN,
+}  # fmt: skip
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:

@@ -65,21 +65,9 @@ def test_versions_that_are_none(version: object) -> None:
         RunRecord.from_dict(RECORD.to_dict() | {"version": version})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        "7",
-        '"sparsebit-record"',
-        "{}",
-        '{"format": "sparsebit-quantized"}',
-        RECORD.to_json()[:-9],
-    ],
-    ids=["empty", "cut", "list", "null", "number", "text", "object", "checkpoint", "torn"],
-)
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", "7", '"sparsebit-record"', "{}", '{"format": "sparsebit-quantized"}', RECORD.to_json()[:-9],
+], ids=["empty", "cut", "list", "null", "number", "text", "object", "checkpoint", "torn"])  # fmt: skip
 def test_files_that_are_none(text: str) -> None:
     with pytest.raises(RecordError, match=r"^r\.json is (damaged|not a Sparsebit record)"):
         RunRecord.from_json(text, "r.json")

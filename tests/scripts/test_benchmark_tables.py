@@ -20,43 +20,20 @@ PAGES = {
     "training": ("qat summary", "qat accuracy", "qat step", "qat ablation", "fake quant gpu", "fake quant cpu"),
 }
 ACCURACY = {
-    "benchmark": "accuracy",
-    "task": "resnet20",
-    "backend": "virtual",
-    "observer": "mse",
-    "bits": "W4A8",
-    "metric": "top1",
-    "float": 92.5,
-    "quantized": 90.75,
-    "loss": 1.75,
-    "sqnr_db": 17.04,
-    "agreement": 95.05,
-}
+    "benchmark": "accuracy", "task": "resnet20", "backend": "virtual", "observer": "mse", "bits": "W4A8",
+    "metric": "top1", "float": 92.5, "quantized": 90.75, "loss": 1.75, "sqnr_db": 17.04, "agreement": 95.05,
+}  # fmt: skip
 ZOO = {
-    "benchmark": "zoo",
-    "model": "timm/resnet18",
-    "ok": True,
-    "float_difference": 1e-7,
-    "sqnr_db": 31.44,
-    "weighted_quantized": "21/21",
-    "parameters_quantized": 99.5,
-    "untraced": ["a: why @ here"],
+    "benchmark": "zoo", "model": "timm/resnet18", "ok": True, "float_difference": 1e-7, "sqnr_db": 31.44,
+    "weighted_quantized": "21/21", "parameters_quantized": 99.5, "untraced": ["a: why @ here"],
     "unknown_ops": ["unknown op erf"],
-}
+}  # fmt: skip
 DEPLOY = {
-    "benchmark": "deploy",
-    "model": "resnet18",
-    "tool": "sparsebit-onnxruntime",
-    "runtime": "onnxruntime",
-    "seconds": 31.4,
-    "size_ratio": 0.2512,
-    "sqnr_db": 28.04,
-    "agreement": 98.0,
-    "parity_max": 0.0,
-    "cpu_ratio_1": 0.377,
-    "wall_ratio_2": 0.391,
+    "benchmark": "deploy", "model": "resnet18", "tool": "sparsebit-onnxruntime", "runtime": "onnxruntime",
+    "seconds": 31.4, "size_ratio": 0.2512, "sqnr_db": 28.04, "agreement": 98.0, "parity_max": 0.0,
+    "cpu_ratio_1": 0.377, "wall_ratio_2": 0.391,
     "made": {"date": "2030-01-01", "machine": "aarch64", "torch": "2.13.0", "nncf": "3.4.0", "openvino": None},
-}
+}  # fmt: skip
 EXPORTED = {"benchmark": "zoo_export", "model": "timm/resnet18", "float_exports": True, "ok": True, "exact": True}
 
 
@@ -119,23 +96,11 @@ def test_accuracy_beside_peers(tmp_path: Path) -> None:
 
 
 def test_calibration(tmp_path: Path) -> None:
-    time = {
-        "what": "time",
-        "observer": "mse",
-        "images": 64,
-        "ratio_wall": 1.234,
-        "ratio_cpu": 1.5,
-        "plain_seconds": 9.87,
-    }
+    time = {"what": "time", "observer": "mse", "images": 64, "ratio_wall": 1.234, "ratio_cpu": 1.5}
+    time["plain_seconds"] = 9.87
     memory = {"what": "memory", "case": "asym", "mib_64": 1234.5, "mib_1024": 1240.0, "growth": 0.0045}
-    search = {
-        "what": "search",
-        "model": "resnet20",
-        "images": 256,
-        "observer": "mse",
-        "cpu_seconds": 3.2,
-        "seconds": 2.1,
-    }
+    search = {"what": "search", "model": "resnet20", "images": 256, "observer": "mse"}
+    search |= {"cpu_seconds": 3.2, "seconds": 2.1}
     page = render(tmp_path, *({"benchmark": "calibration", **record} for record in (time, memory, search)))
     assert "| mse | 64 | 1.23x | 1.50x | 9.9 s |" in page
     assert "| asym | 1,234 MiB | 1,240 MiB | +0.4% |" in page
@@ -227,22 +192,10 @@ class TestZooExport:
 class TestTraining:
     def test_step(self, tmp_path: Path) -> None:
         step = {"benchmark": "qat_step", "model": "resnet50", "batch": 128}
-        page = render(
-            tmp_path,
-            {**step, "way": "float_bf16", "step_ms": 30.29, "in_a_row_ms": 29.0, "peak_mib": 5814},
-            {
-                **step,
-                "way": "sparsebit_bf16",
-                "start_us": 6.31,
-                "step_ms": 36.3,
-                "in_a_row_ms": 34.8,
-                "peak_mib": 6249,
-                "time_ratio": 1.198,
-                "in_a_row_ratio": 1.25,
-                "memory_ratio": 1.07,
-            },
-            {**step, "way": "torch_ao_bf16", "failed": "RuntimeError: no such type"},
-        )
+        plain = {**step, "way": "float_bf16", "step_ms": 30.29, "in_a_row_ms": 29.0, "peak_mib": 5814}
+        ours = {**step, "way": "sparsebit_bf16", "start_us": 6.31, "step_ms": 36.3, "in_a_row_ms": 34.8}
+        ours |= {"peak_mib": 6249, "time_ratio": 1.198, "in_a_row_ratio": 1.25, "memory_ratio": 1.07}
+        page = render(tmp_path, plain, ours, {**step, "way": "torch_ao_bf16", "failed": "RuntimeError: no such type"})
         assert "| resnet50 | float bf16 | 30.3 ms |  | 29.0 ms |  | 5,814 MiB |  |" in page
         assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 34.8 ms | 1.25 | 6,249 MiB | 1.07 |" in page
         assert "**fails**: `RuntimeError: no such type`" in page
@@ -282,11 +235,8 @@ PRUNED = {
 def test_sparse_zoo(tmp_path: Path) -> None:
     short = PRUNED | {"model": "b", "ok": False, "macs_left": 0.9, "spared": ["2 axes: why"]}
     short["torch_pruning"] = {"ran": False, "error": "x"}
-    failed = {key: PRUNED[key] for key in ("benchmark", "date", "hardware")} | {
-        "model": "c",
-        "ok": False,
-        "error": "no",
-    }
+    failed = {key: PRUNED[key] for key in ("benchmark", "date", "hardware")}
+    failed |= {"model": "c", "ok": False, "error": "no"}
     page = section(render(tmp_path, PRUNED, short, failed), "sparse zoo")
     assert "1 of 3 architectures" in page and "of the 2 that ran to the end, 2 are equal" in page
     assert "Torch-Pruning: 1 still run, 1 of them" in page

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -47,7 +48,10 @@ def test_a_mutant_changes_one_place(mutation: ModuleType) -> None:
         assert sum(one != other for one, other in zip(CODE.split("\n"), changed.split("\n"), strict=True)) == 1
 
 
-def test_the_sample_is_fixed_and_every_target_has_tests(mutation: ModuleType, project_root: Path) -> None:
+def test_the_sample_is_fixed_and_every_target_has_tests(
+    mutation: ModuleType, project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutation, "mutants_of", functools.cache(mutation.mutants_of))  # each sample reads all targets
     one, two = mutation.sample(30, 0), mutation.sample(30, 0)
     assert one == two and len(set(one)) == 30 and one != mutation.sample(30, 1)
     for file in {mutant.file for mutant in mutation.sample(10_000, 0)}:

@@ -163,10 +163,7 @@ def test_a_cubic_schedule_only_adds_zeros() -> None:
 def test_steps_only_add_channels(strategy: str, scope: str) -> None:
     """Scores change from step to step (training, a random criterion): what is gone stays gone."""
     torch.manual_seed(0)
-    scheduled = {
-        **structured(RATIO=0.75, STRATEGY=strategy, SCOPE=scope),
-        "SCHEDULE": {"TYPE": "linear", "STEPS": 3},
-    }
+    scheduled = {**structured(RATIO=0.75, STRATEGY=strategy, SCOPE=scope), "SCHEDULE": {"TYPE": "linear", "STEPS": 3}}
     smodel = SparseModel(Chain(), scheduled, images())
     total = len(smodel.groups.units)
     gone: set[int] = set()

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sparsebit.sparse import SparseModel, load, save
-from tests.stateful.comparing import (
-    FORGOTTEN,
-    assert_same,
-    assert_same_state,
-    named_arguments,
-    outcome,
-    tensors,
-)
+from tests.stateful.comparing import FORGOTTEN, assert_same, assert_same_state, named_arguments, outcome, tensors
 from tests.stateful.networks import NETWORKS, Call, Network
 
 SPARSERS: dict[str, dict[str, Any]] = {

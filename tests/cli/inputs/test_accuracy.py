@@ -55,16 +55,10 @@ def test_counts() -> None:
     assert "file 50.00% (no answer changed)" in str(found)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (X, torch.arange(4)),
-        [X, torch.arange(4, dtype=torch.int32)],
-        {"x": X, "labels": torch.arange(4)},
-        {"x": X, "y": torch.arange(4)},
-        (X, torch.arange(4), "names"),
-    ],
-)
+@pytest.mark.parametrize("batch", [
+    (X, torch.arange(4)), [X, torch.arange(4, dtype=torch.int32)], {"x": X, "labels": torch.arange(4)},
+    {"x": X, "y": torch.arange(4)}, (X, torch.arange(4), "names"),
+])  # fmt: skip
 def test_labels_of_any_batch(batch: Any) -> None:
     assert measure(models(0), data(batch), Shifted(), data=data()).models[0].right == 4
 

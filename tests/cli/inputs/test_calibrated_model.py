@@ -59,10 +59,7 @@ class TestCalibrated:
 
     def test_plan_with_an_example(self) -> None:
         # Called with `scale`, which the model cannot know of itself.
-        assert planned(named("Optional"), "virtual", "own_project:calls").call_form == {
-            "x": VARYING,
-            "scale": VARYING,
-        }
+        assert planned(named("Optional"), "virtual", "own_project:calls").call_form == {"x": VARYING, "scale": VARYING}
 
     def test_example_from_a_folder(self, project: Path) -> None:
         with pytest.raises(typer.BadParameter, match="name a file or MODULE:FACTORY"):

@@ -193,16 +193,9 @@ class TestNormalized:
             normalized(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), (0.5,), (0.5, 0.5, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((2, 5, 6, 3), (2, 3, 5, 6)),
-        ((2, 3, 5, 6), (2, 3, 5, 6)),
-        ((2, 5, 6), (2, 1, 5, 6)),
-        ((2, 5, 6, 1), (2, 1, 5, 6)),
-    ],
-    ids=["NHWC", "NCHW", "NHW", "NHW1"],
-)
+@pytest.mark.parametrize(("shape", "expected"), [
+    ((2, 5, 6, 3), (2, 3, 5, 6)), ((2, 3, 5, 6), (2, 3, 5, 6)), ((2, 5, 6), (2, 1, 5, 6)), ((2, 5, 6, 1), (2, 1, 5, 6)),
+], ids=["NHWC", "NCHW", "NHW", "NHW1"])  # fmt: skip
 def test_channels_first(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert channels_first(torch.zeros(shape), "here").shape == expected
 

@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy
 import pytest
@@ -16,9 +15,7 @@ from torch import nn
 from sparsebit.cli.inputs import made_weights
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.inputs.made_weights import why_random
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 STATE = nn.Linear(3, 2).state_dict()
 
@@ -67,17 +64,11 @@ def test_the_same_weights_at_every_call(factory: Callable[[], nn.Module]) -> Non
     assert why_random(factory(), factory) == ""
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        (lambda: nn.Linear(3, 2), r"2 of its 2 tensors .*\(weight, bias\)"),
-        (of_numpy, r"\(weight\)"),
-        (of_python, r"\(weight\)"),
-        (new_head, r"2 of its 4 tensors .*\(1.weight, 1.bias\)"),
-        (random_buffer, r"\(noise\)"),
-        (lambda: nn.Linear(3, random.choice(range(2, 10**6))), r"\(weight, bias\)"),
-    ],
-)
+@pytest.mark.parametrize(("factory", "words"), [
+    (lambda: nn.Linear(3, 2), r"2 of its 2 tensors .*\(weight, bias\)"), (of_numpy, r"\(weight\)"),
+    (of_python, r"\(weight\)"), (new_head, r"2 of its 4 tensors .*\(1.weight, 1.bias\)"), (random_buffer, r"\(noise\)"),
+    (lambda: nn.Linear(3, random.choice(range(2, 10**6))), r"\(weight, bias\)"),
+])  # fmt: skip
 def test_other_weights_at_every_call(factory: Callable[[], nn.Module], words: str) -> None:
     found = why_random(factory(), factory)
     assert re.search(words, found), found

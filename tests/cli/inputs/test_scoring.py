@@ -5,16 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
 from sparsebit.cli.inputs.scoring import CALIBRATION
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 NET = ("-m", "own_project:Net")
 pytestmark = pytest.mark.usefixtures("untimed")

@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+
+from tests.cli.conftest import Sparsebit
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
@@ -29,9 +31,6 @@ from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting import export as exporting
 from sparsebit.records.audit import Audit, Latency
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
 
 COMMAND = ("quantize", "-m", "own_project:Net", "-d", "own_project:batches", "--device", "cpu")
 
@@ -314,7 +313,11 @@ class TestKilled:
         assert (project / "net.onnx").read_text() == "older"  # what a kill that no process survives would leave
         return process
 
-    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+    @pytest.mark.parametrize(
+        ("number", "code"),
+        [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+        ids=["INT", "TERM"],
+    )
     def test_leaves_nothing(self, process: subprocess.Popen[str], project: Path, number: int, code: int) -> None:
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

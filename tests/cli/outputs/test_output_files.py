@@ -6,16 +6,13 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from sparsebit.cli.outputs.output_files import checked_target, need_own_text, replace_text
 from sparsebit.deploy.onnx_graph.model_file import staged
 from sparsebit.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 
 def old_result(folder: Path) -> Path:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import typer
 
 from sparsebit.cli.outputs.output_names import check_folder_name, check_onnx_name
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 NET = ("-m", "own_project:Net")
 

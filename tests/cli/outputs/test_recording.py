@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from sparsebit.records import RunRecord, read_record, write_record
 from sparsebit.records.run_record import VERSION
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 NET = ("-m", "own_project:Net", "-d", "own_project:batches")
 QUANTIZE = ("quantize", *NET, "--device", "cpu", "-q", "--record", "r.json")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import typer
 
 from sparsebit.cli.verb_options import read_shape
+from tests.cli.conftest import Sparsebit
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from tests.deploy.tiny_files import Tiny
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+
+from tests.cli.conftest import Sparsebit
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -17,9 +19,6 @@ import onnx
 from sparsebit.deploy.comparing.check import runtime_of
 from sparsebit.deploy.comparing.float_twin import float_twin
 from tests.deploy.tiny_files import Tiny
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
 
 
 def two_convolutions(shape: tuple[int | str, ...] = ("batch", 8, 8, 8)) -> Tiny:
@@ -138,10 +137,7 @@ class TestAgainst:
 
     @pytest.mark.parametrize(
         ("limit", "told"),
-        [
-            (["--min-sqnr", "80"], "output scores_out: SQNR "),
-            (["--min-top1", "1"], "asks for 100.00%"),
-        ],
+        [(["--min-sqnr", "80"], "output scores_out: SQNR "), (["--min-top1", "1"], "asks for 100.00%")],
         ids=["sqnr", "top1"],
     )
     def test_limits(self, sparsebit: Sparsebit, folder: Path, limit: list[str], told: str) -> None:

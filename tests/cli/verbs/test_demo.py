@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from sparsebit.cli.verbs import demo
 from sparsebit.cli.verbs.demo import recommended
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.quantization import parse_qconfig
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 SHORT = ("demo", "--epochs", 1, "--bits", "8,3")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import pytest
 
-pytest.importorskip("onnxruntime")
+from tests.cli.conftest import Sparsebit
 
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+pytest.importorskip("onnxruntime")
 
 NET = ("-m", "own_project:Net")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch import nn
 import sparsebit as package
 from sparsebit.cli.verbs.profile import error_table
 from sparsebit.records import Coverage, LayerError, QuantizedLayer
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 COMMAND = ("profile", "--model", "own_project:Net", "--data", "own_project:batches")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from torch import nn
 from sparsebit.cli.inputs.loading import load_model
 from sparsebit.errors import CheckpointError
 from sparsebit.sparse import load
+from tests.cli.conftest import Sparsebit
 from tests.sparse.fake_runtime import ByMultiplications, layer_sizes
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
 
 MODEL = ("prune", "--model", "own_project:Net", "--device", "cpu", "-o", "small")
 DATA = ("--data", "own_project:batches")

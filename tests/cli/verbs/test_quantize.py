@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,21 +19,11 @@ from sparsebit.cli.inputs.loading import load_model
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.verbs.quantize import read_outputs
 from sparsebit.quantization import QuantModel
-
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 COMMAND = (
-    "quantize",
-    "--model",
-    "own_project:Net",
-    "--data",
-    "own_project:batches",
-    "--device",
-    "cpu",
-    "--output",
-    "saved",
-)
+    "quantize", "--model", "own_project:Net", "--data", "own_project:batches", "--device", "cpu", "--output", "saved",
+)  # fmt: skip
 
 
 def test_saves_what_loads(sparsebit: Sparsebit, project: Path) -> None:
@@ -294,10 +283,7 @@ def test_a_measured_placement_is_kept_and_used_again(sparsebit: Sparsebit, proje
 
 @pytest.mark.parametrize(
     ("wanted", "words"),
-    [
-        (("--save-placement", "p.json"), "--placement measured"),
-        (("--placement", "absent.json"), "no such file"),
-    ],
+    [(("--save-placement", "p.json"), "--placement measured"), (("--placement", "absent.json"), "no such file")],
     ids=["nothing to save", "no file"],
 )
 def test_a_placement_that_cannot_be(sparsebit: Sparsebit, project: Path, wanted: tuple[str, ...], words: str) -> None:

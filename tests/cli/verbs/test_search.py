@@ -1,25 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.cli.conftest import Sparsebit
+from tests.cli.conftest import Sparsebit
 
 pytest.importorskip("scipy")
 COMMAND = (
-    "search",
-    "--model",
-    "own_project:Net",
-    "--data",
-    "own_project:batches",
-    "--device",
-    "cpu",
-    "-o",
-    "found.yaml",
-)
+    "search", "--model", "own_project:Net", "--data", "own_project:batches", "--device", "cpu", "-o", "found.yaml",
+)  # fmt: skip
 
 
 def test_writes_a_config_that_quantize_takes(sparsebit: Sparsebit, project: Path) -> None:

@@ -89,11 +89,7 @@ def test_codes_stay_in_their_true_range(weights: Exported) -> None:
 def test_every_node_carries_site_role_and_bits(weights: Exported) -> None:
     for bits in BITS:
         facts = metadata(weights.nodes[f"b{bits}.weight/dq"])
-        assert facts == {
-            "sparsebit.site": f"b{bits}.weight",
-            "sparsebit.role": "weight",
-            "sparsebit.bits": str(bits),
-        }
+        assert facts == {"sparsebit.site": f"b{bits}.weight", "sparsebit.role": "weight", "sparsebit.bits": str(bits)}
     onnx.checker.check_model(str(weights.file), full_check=True)
 
 

@@ -23,6 +23,8 @@ from sparsebit.quantization.exporting import export
 from sparsebit.quantization.exporting.export_checks import check_parity
 from sparsebit.quantization.exporting.stored_parameters import simulated_codes
 from tests.deploy.exported_files import initializers, op_types
+from tests.nets import with_layers
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 
@@ -150,7 +152,7 @@ def test_the_codes_stay_and_the_shapes_fit_the_kernels(name: str, tmp_path: Path
     onnx.checker.check_model(str(first), full_check=True)  # the shapes that it notes fit those it infers
 
 
-@pytest.mark.parametrize("channels", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3])
+@pytest.mark.parametrize("channels", first_fast([3, 2, 1]))
 def test_an_image_gets_a_fourth_channel(channels: int, tmp_path: Path) -> None:
     model = nn.Sequential(relu_conv(channels, 8, 3), nn.Conv2d(8, 4, 1))
     first, second, _ = both(model, images(channels), tmp_path)
@@ -192,13 +194,7 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(y) * self.factors)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("joined", "shuffled", "given out"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("summed", "normed", "factors")),
-    ],
-)
+@pytest.mark.parametrize("kind", first_fast(["joined", "shuffled", "given out", "summed", "normed", "factors"], 3))
 def test_channels_that_something_counts_are_left_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second, _ = both(Shuffled(kind), images(), tmp_path)
@@ -206,16 +202,11 @@ def test_channels_that_something_counts_are_left_alone(kind: str, tmp_path: Path
     assert same(first, second, images())
 
 
-class Again(nn.Module):
+@with_layers(lambda: {"first": relu_conv(4, 20), "deep": relu_conv(20, 20, 3, 20), "last": nn.Conv2d(20, 8, 1)})
+def Again(self, x: Tensor) -> Tensor:
     """One layer is called twice, so its weight has two readers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.deep, self.last = relu_conv(4, 20), relu_conv(20, 20, 3, 20), nn.Conv2d(20, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.deep(self.deep(self.first(x))))
-        return y
+    y: Tensor = self.last(self.deep(self.deep(self.first(x))))
+    return y
 
 
 def test_a_layer_that_is_called_twice_is_left_alone(tmp_path: Path) -> None:
@@ -292,7 +283,7 @@ def random_net(draw: random.Random) -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(channels, 4, 1)).eval()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
+@pytest.mark.parametrize("seed", first_fast(range(60)))
 def test_random_networks_compute_the_same(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     model = random_net(random.Random(seed))

@@ -15,6 +15,7 @@ from sparsebit.deploy.onnx_graph.qdq_graph import FLOAT_KEY, OFF_KEY
 from sparsebit.quantization import QuantModel
 from tests.deploy.exported_files import metadata, optimized_ops
 from tests.deploy.tiny_files import Tiny
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -181,7 +182,7 @@ def quantized_unet(seed: int) -> tuple[QuantModel, Tensor]:
     return calibrated(model, [images], qconfig(backend="onnxruntime")), images
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", first_fast(range(6), 2))
 def test_random_unets_are_bit_exact(seed: int, tmp_path: Path) -> None:
     qmodel, images = quantized_unet(seed)
     parity = qmodel.export_onnx(images[:2], tmp_path / "m.onnx", check=[images])

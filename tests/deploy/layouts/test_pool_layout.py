@@ -23,16 +23,10 @@ class Pooled(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [None, {"x": {0: "batch"}}], ids=["fixed", "dynamic"])
-@pytest.mark.parametrize(
-    "pool",
-    [
-        nn.AdaptiveAvgPool2d(1),
-        lambda x: x.mean((2, 3), keepdim=True),
-        lambda x: x.mean((2, 3)),
-        lambda x: x.mean((-1, -2)),
-    ],
-    ids=["module", "kept", "dropped", "from_behind"],
-)
+@pytest.mark.parametrize("pool", [
+    nn.AdaptiveAvgPool2d(1), lambda x: x.mean((2, 3), keepdim=True), lambda x: x.mean((2, 3)),
+    lambda x: x.mean((-1, -2)),
+], ids=["module", "kept", "dropped", "from_behind"])  # fmt: skip
 def test_a_global_average_pool_runs_in_integers(
     pool: Callable[[Tensor], Tensor], dynamic: dict[str, dict[int, str]] | None, tmp_path: Path
 ) -> None:

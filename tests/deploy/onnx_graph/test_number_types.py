@@ -5,6 +5,7 @@ import pytest
 from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, num_bits, storage_for
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics.spec import TensorSpec
+from tests.parameters import listed
 
 WIDTHS = frozenset({2, 4, 8, 16})
 CONTAINERS = {1: 2, 2: 2, 3: 4, 4: 4, **dict.fromkeys(range(5, 9), 8), **dict.fromkeys(range(9, 17), 16)}
@@ -28,13 +29,9 @@ def test_a_narrow_grid_has_the_bits_of_the_whole_one(bits: int) -> None:
 
 
 def test_activations_have_8_or_16_bits_in_a_file() -> None:
-    assert [storage_for(0, (1 << bits) - 1, ACTIVATION_WIDTHS, "").name for bits in (2, 7, 8, 9, 16)] == [
-        "UINT8",
-        "UINT8",
-        "UINT8",
-        "UINT16",
-        "UINT16",
-    ]
+    assert [storage_for(0, (1 << bits) - 1, ACTIVATION_WIDTHS, "").name for bits in (2, 7, 8, 9, 16)] == listed("""
+        UINT8 | UINT8 | UINT8 | UINT16 | UINT16
+    """)
 
 
 def test_a_bias_is_int32_wherever_it_stands() -> None:

@@ -151,15 +151,10 @@ def test_rates_fall() -> None:
     assert decayed("constant", 0.7) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "1 or more"),
-        ({"batch_size": 0}, "1 or more"),
-        ({"float_share": 1.5}, "0 to 1"),
-        ({"patience": -1}, "0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"steps": 0}, "1 or more"), ({"batch_size": 0}, "1 or more"), ({"float_share": 1.5}, "0 to 1"),
+    ({"patience": -1}, "0 or more"),
+])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BlockTraining(**options)

@@ -160,17 +160,10 @@ def test_device_then_host_then_disk() -> None:
     assert (store.device_bytes, store.host_bytes, store.disk_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("MemTotal: 99 kB\nMemAvailable: 8388608 kB\n", 4096),
-        ("MemAvailable: 99999999 kB\n", 8192),
-        ("MemAvailable: 1000 kB\n", 1024),
-        ("nothing\n", 1024),
-        (None, 1024),
-    ],
-    ids=["half", "not all of much", "not too little", "unknown", "no such file"],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("MemTotal: 99 kB\nMemAvailable: 8388608 kB\n", 4096), ("MemAvailable: 99999999 kB\n", 8192),
+    ("MemAvailable: 1000 kB\n", 1024), ("nothing\n", 1024), (None, 1024),
+], ids=["half", "not all of much", "not too little", "unknown", "no such file"])  # fmt: skip
 def test_the_default_budget_follows_the_free_memory(
     text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from sparsebit.errors import CaptureError
 from sparsebit.graph.nodes.captured_block import CapturedBlock
 from sparsebit.quantization.model.quant_model import QuantModel
+from tests.nets import with_layers
+from tests.quantization.tiny import calibrated
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.fc(x))
+@with_layers(lambda: {"fc": nn.Linear(8, 8), "act": nn.ReLU()})
+def Block(self, x: Tensor) -> Tensor:
+    return self.act(self.fc(x))
 
 
 class Double(nn.Module):
@@ -31,31 +28,20 @@ class Double(nn.Module):
         return x + x
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer1 = Block()
-        self.layers = nn.ModuleList([nn.Sequential(Block(), Block()), Double()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer1(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+@with_layers(lambda: {"layer1": Block(), "layers": nn.ModuleList([nn.Sequential(Block(), Block()), Double()])})
+def Net(self, x: Tensor) -> Tensor:
+    x = self.layer1(x)
+    for layer in self.layers:
+        x = layer(x)
+    return x
 
 
-class Opaque(nn.Module):
+@with_layers(lambda: {"net": Net(), "fc": nn.Linear(8, 8)})
+def Opaque(self, x: Tensor) -> Tensor:
     """Its own code stays; `net` becomes a region in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.detach().sum()) > 1e9:
-            raise ValueError
-        return self.fc(self.net(x))
+    if float(x.detach().sum()) > 1e9:
+        raise ValueError
+    return self.fc(self.net(x))
 
 
 METHODS = [
@@ -68,12 +54,7 @@ METHODS = [
 
 
 def quantized(model: nn.Module) -> QuantModel:
-    qmodel = QuantModel(model, "onnxruntime", example_inputs=torch.randn(4, 8))
-    qmodel.prepare_calibration()
-    qmodel(torch.randn(4, 8))
-    qmodel.calc_qparams()
-    qmodel.set_quant(w_quant=True, a_quant=True)
-    return qmodel
+    return calibrated(model, [torch.randn(4, 8)], "onnxruntime", example_inputs=torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,23 +3,15 @@ from __future__ import annotations
 import pytest
 
 from sparsebit.graph.nodes.aliasing import may_be_view, may_hold_view
+from tests.parameters import listed
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "view",
-        "view_as_real",
-        "view_as_complex",
-        "dsplit",
-        "diagonal",
-        "unfold",
-        "dropout",
-        "to",
-        "getitem",
-        "conj",
-        "sum_to_size",
-    ],
+    listed("""
+        view | view_as_real | view_as_complex | dsplit | diagonal | unfold | dropout | to | getitem | conj |
+        sum_to_size
+    """),
 )
 def test_views(name: str) -> None:
     assert may_be_view(name)

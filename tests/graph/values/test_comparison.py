@@ -22,22 +22,13 @@ class Record:
 X = torch.linspace(-1, 1, 8)
 
 
-@pytest.mark.parametrize(
-    ("got", "expected"),
-    [
-        (X, X + 1e-6),
-        (X.double(), X.double()),
-        (X.bfloat16(), (X + 0.001).bfloat16()),
-        (torch.tensor([float("nan"), float("-inf"), 1.0]), torch.tensor([float("nan"), float("-inf"), 1.0])),
-        (X[:0], X[:0]),
-        (torch.zeros(3), torch.zeros(3)),
-        ({"a": (X, [None, 3, "s"])}, {"a": (X.clone(), [None, 3, "s"])}),
-        (Pair(X, 1.5), Pair(X, 1.5)),
-        (Record(X), Record(X)),
-        (torch.view_as_complex(X.reshape(4, 2)), torch.view_as_complex(X.reshape(4, 2))),
-        (X.to_sparse(), X.to_sparse()),
-    ],
-)
+@pytest.mark.parametrize(("got", "expected"), [
+    (X, X + 1e-6), (X.double(), X.double()), (X.bfloat16(), (X + 0.001).bfloat16()),
+    (torch.tensor([float("nan"), float("-inf"), 1.0]), torch.tensor([float("nan"), float("-inf"), 1.0])),
+    (X[:0], X[:0]), (torch.zeros(3), torch.zeros(3)), ({"a": (X, [None, 3, "s"])}, {"a": (X.clone(), [None, 3, "s"])}),
+    (Pair(X, 1.5), Pair(X, 1.5)), (Record(X), Record(X)),
+    (torch.view_as_complex(X.reshape(4, 2)), torch.view_as_complex(X.reshape(4, 2))), (X.to_sparse(), X.to_sparse()),
+])  # fmt: skip
 def test_the_same(got: Any, expected: Any) -> None:
     assert difference(got, expected) is None
 

@@ -95,23 +95,10 @@ def with_a_name(net: Net) -> None:
     scope["factor"] = 2  # other names are read when they are used
 
 
-@pytest.mark.parametrize(
-    "patch",
-    [
-        with_closure,
-        with_default,
-        with_weak_reference,
-        with_proxy,
-        with_method,
-        with_partial,
-        with_partial_of_a_closure,
-        with_a_wrapped_method,
-        with_a_wrapped_method_of_a_layer,
-        with_a_wrapped_partial,
-        with_nested_closure,
-        with_a_name,
-    ],
-)
+@pytest.mark.parametrize("patch", [
+    with_closure, with_default, with_weak_reference, with_proxy, with_method, with_partial, with_partial_of_a_closure,
+    with_a_wrapped_method, with_a_wrapped_method_of_a_layer, with_a_wrapped_partial, with_nested_closure, with_a_name,
+])  # fmt: skip
 def test_a_patched_forward_calls_the_layers_of_the_copy(patch: Callable[[Net], None]) -> None:
     net, x = Net(), torch.randn(2, 4)
     patch(net)

@@ -25,6 +25,7 @@ from sparsebit.llm.finetuning.layers.packed_lora import add_adapter
 from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
+from tests.parameters import first_fast
 
 peft = pytest.importorskip("peft")
 TOKENS = torch.arange(3, 35)[None]
@@ -42,7 +43,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("bits", [3, 4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 8))])
+@pytest.mark.parametrize("bits", first_fast([3, 4, 2, 8], 2))
 def test_it_learns_and_is_loaded_again(bits: int, tmp_path: Path) -> None:
     model, data = packed_model(tmp_path, bits), instructions(tmp_path)
     made = finetune(model, data, tmp_path / "adapter", replace(TUNING, num_epochs=6))

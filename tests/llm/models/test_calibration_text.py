@@ -224,18 +224,9 @@ def test_the_stream_stops_at_its_limit(tmp_path: Path) -> None:
     assert len(token_stream(source, Letters())) == 20
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\0" * 5000,
-        " \n" * 5000,
-        "\t\u3000\u00a0" * 3000,
-        "a" + "\n" * 5000,
-        "\0 \n" * 3000,
-        "\u200b\u00ad\u2060" * 3000,
-    ],
-    ids=["NUL", "blank", "wide spaces", "almost blank", "NUL and blank", "no width"],
-)
+@pytest.mark.parametrize("text", [
+    "\0" * 5000, " \n" * 5000, "\t\u3000\u00a0" * 3000, "a" + "\n" * 5000, "\0 \n" * 3000, "\u200b\u00ad\u2060" * 3000,
+], ids=["NUL", "blank", "wide spaces", "almost blank", "NUL and blank", "no width"])  # fmt: skip
 def test_blank_text_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="characters are visible"):

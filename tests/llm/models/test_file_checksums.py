@@ -40,16 +40,10 @@ def flip(path: Path, position: int = -3) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        load,
-        load_streamed,
-        lambda folder: convert(folder, folder.with_name("gptq"), "gptq", check=False),
-        lambda folder: convert(folder, folder.with_name("file.gguf"), "gguf", check=False),
-    ],
-    ids=["load", "load_streamed", "convert", "gguf"],
-)
+@pytest.mark.parametrize("read", [
+    load, load_streamed, lambda folder: convert(folder, folder.with_name("gptq"), "gptq", check=False),
+    lambda folder: convert(folder, folder.with_name("file.gguf"), "gguf", check=False),
+], ids=["load", "load_streamed", "convert", "gguf"])  # fmt: skip
 def test_a_flipped_bit_of_a_shard_is_found(packed: Path, read: Any) -> None:
     if "gguf" in str(read.__code__.co_consts):
         pytest.importorskip("gguf")

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from sparsebit.errors import ConfigError
-from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm import Calibration, Recipe, ScaledInput, load, quantize
 from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.quantizing.test_quantize_folder import contents, logits
-from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
+from tests.llm.tiny_models import loaded, saved, stopped_after, tiny_model, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
@@ -72,19 +71,11 @@ def test_experts_are_told(tmp_path: Path) -> None:
     assert len(made.experts) == 6
 
 
-def test_the_same_bytes_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_after_an_interruption(tmp_path: Path) -> None:
     source = source_of(outlying(tiny_model("llama", num_hidden_layers=2, **SMALL)), tmp_path)
     whole = quantize(source, tmp_path / "whole", AWQ, calibration(source), check=False)
-    write = RunFolder.write
-
-    def failing(*args: Any) -> None:
-        write(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write", failing)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(source, tmp_path / "packed", AWQ, calibration(source), check=False)
+    with stopped_after():
+        quantize(source, tmp_path / "packed", AWQ, calibration(source), check=False)
     again = quantize(source, tmp_path / "packed", AWQ, calibration(source), check=False)
     assert again.num_resumed == 1 and again.scaled_inputs == whole.scaled_inputs
     assert contents(again.folder) == contents(whole.folder)

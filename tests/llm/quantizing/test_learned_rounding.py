@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from sparsebit.errors import ConfigError
-from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm import Calibration, Recipe, load, quantize
 from sparsebit.llm.quantizing.learned_rounding import LearnedLayer
 from sparsebit.llm.quantizing.rounding import round_weight
 from tests.llm.quantizing.test_quantize_folder import contents, logits
-from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
+from tests.llm.tiny_models import loaded, saved, stopped_after, tiny_model, with_tokenizer, write_text
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 2}
 RECIPE = Recipe("autoround", 2, 32, scale_search="none", steps=12)
@@ -48,7 +47,7 @@ def test_gradients_reach_offsets_and_ranges() -> None:
     assert all(factor.grad is not None and bool(factor.grad.abs().sum() > 0) for factor in layer.learned.factors)
 
 
-def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     source = source_of(tiny_model("llama", **SMALL), tmp_path)
     made = quantize(source, tmp_path / "packed", RECIPE, calibration(source))
@@ -57,16 +56,8 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = logits(loaded(source))
     errors = [float((logits(load(folder)) - wanted).square().mean()) for folder in (made.folder, plain.folder)]
     assert errors[0] < errors[1]
-    write = RunFolder.write
-
-    def failing(*args: Any) -> None:
-        write(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write", failing)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(source, tmp_path / "again", RECIPE, calibration(source), check=False)
+    with stopped_after():
+        quantize(source, tmp_path / "again", RECIPE, calibration(source), check=False)
     again = quantize(source, tmp_path / "again", RECIPE, calibration(source), check=False)
     assert again.num_resumed == 1
     assert contents(again.folder) == contents(made.folder)

@@ -20,7 +20,7 @@ from sparsebit.llm.models.hub_classes import load_tokenizer
 from sparsebit.llm.quantizing import quantize_folder as quantizing_module
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from tests.conftest import ROOT
-from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
+from tests.llm.tiny_models import loaded, saved, stopped_after, tiny_model, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
 TOKENS = torch.arange(3, 35)[None]
@@ -121,30 +121,20 @@ def test_types_that_a_method_does_not_have_are_refused(source: Path) -> None:
 
 
 class TestInterruption:
-    def interrupted(self, source: Path, monkeypatch: pytest.MonkeyPatch, last: int = 1, **changes: Any) -> Path:
-        """A run that fails after block `last` is kept."""
-        write, count = RunFolder.write, iter(range(9))
-
-        def failing(*args: Any) -> None:
-            write(*args)
-            if next(count) == last:
-                raise KeyboardInterrupt
-
+    def interrupted(self, source: Path, num_blocks: int = 2, **changes: Any) -> Path:
         target = source.parent / "packed"
-        with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, "write", failing)
-            with pytest.raises(KeyboardInterrupt):
-                quantize(source, target, GPTQ, calibration(source), check=False, **changes)
+        with stopped_after(num_blocks):
+            quantize(source, target, GPTQ, calibration(source), check=False, **changes)
         assert not target.exists()
         return target
 
-    def test_another_type_is_another_run(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch)
+    def test_another_type_is_another_run(self, source: Path) -> None:
+        target = self.interrupted(source)
         with pytest.raises(CheckpointError, match="type of the calibration"):
             quantize(source, target, GPTQ, calibration(source), check=False, dtype=torch.bfloat16)
 
-    def test_the_same_bytes_after_it(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch)
+    def test_the_same_bytes_after_it(self, source: Path) -> None:
+        target = self.interrupted(source)
         again = quantize(source, target, GPTQ, calibration(source), check=False)
         whole = quantize(source, source.parent / "whole", GPTQ, calibration(source), check=False)
         assert (again.num_resumed, whole.num_resumed) == (2, 0)
@@ -152,7 +142,7 @@ class TestInterruption:
         assert again.formats == whole.formats and again.bits_per_weight == whole.bits_per_weight
 
     def test_finished_blocks_are_not_run_again(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch, last=2)
+        target = self.interrupted(source, 3)
         with monkeypatch.context() as patch:
             patch.setattr(BlockWalk, "start", lambda _: pytest.fail("all blocks are finished"))
             again = quantize(source, target, GPTQ, calibration(source), check=False)
@@ -177,16 +167,16 @@ class TestInterruption:
         whole = quantize(source, source.parent / "whole", mixed, text, check=False)
         assert again.num_resumed == 2 and contents(again.folder) == contents(whole.folder)
 
-    def test_other_settings_are_refused(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch)
+    def test_other_settings_are_refused(self, source: Path) -> None:
+        target = self.interrupted(source)
         with pytest.raises(CheckpointError, match="its recipe differ"):
             quantize(source, target, Recipe(bits=4, group_size=32), calibration(source), check=False)
         other = Calibration(source.parent / "text.txt", num_samples=6, length=24, seed=1)
         with pytest.raises(CheckpointError, match="its tokens differ"):
             quantize(source, target, GPTQ, other, check=False)
 
-    def test_other_weights_are_refused(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch)
+    def test_other_weights_are_refused(self, source: Path) -> None:
+        target = self.interrupted(source)
         model = tiny_model()
         with torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight.mul_(2)
@@ -194,8 +184,8 @@ class TestInterruption:
         with pytest.raises(CheckpointError, match="its weights differ"):
             quantize(source, target, GPTQ, calibration(source), check=False)
 
-    def test_a_damaged_block_is_told(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = self.interrupted(source, monkeypatch)
+    def test_a_damaged_block_is_told(self, source: Path) -> None:
+        target = self.interrupted(source)
         block = target.with_name("packed.partial") / "00001.safetensors"
         data = bytearray(block.read_bytes())
         data[-5] ^= 1

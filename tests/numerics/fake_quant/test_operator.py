@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from sparsebit.numerics import reference
 from sparsebit.numerics.fake_quant import operator
 from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.spec import PerChannel, PerGroup, TensorSpec
+from tests.parameters import first_fast
 
 OPERATOR = torch.ops.sparsebit.fake_quantize.default
 
@@ -57,25 +59,27 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_params", "axis", "group_size"),
-    [((4, 6), 1, None, 0), ((4, 6), 4, 0, 0), ((4, 6), 12, 1, 2), ((4, 6), 8, 1, 4), ((2, 6, 3, 3), 6, 1, 0)],
-    ids=["tensor", "channel", "group", "ragged-group", "channels-last"],
-)
-@pytest.mark.parametrize("gradient", ["ste", "lsq"])
-@pytest.mark.parametrize("learned", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1)], ids=["none", "x", "scale", "all"])
-def test_torch_finds_no_fault(
-    shape: tuple[int, ...],
-    num_params: int,
-    axis: int | None,
-    group_size: int,
-    gradient: str,
-    learned: tuple[int, int, int],
-) -> None:
+FORMS = {
+    "tensor": ((4, 6), 1, None, 0),
+    "channel": ((4, 6), 4, 0, 0),
+    "group": ((4, 6), 12, 1, 2),
+    "ragged-group": ((4, 6), 8, 1, 4),
+    "channels-last": ((2, 6, 3, 3), 6, 1, 0),
+}
+LEARNED = {"none": (0, 0, 0), "x": (1, 0, 0), "scale": (0, 1, 0), "all": (1, 1, 1)}
+# Each form, gradient and choice of what is learned at least once, then all of them together.
+COVERING = [("tensor", "lsq", "all"), ("channel", "ste", "all"), ("group", "lsq", "all"), ("ragged-group", "ste", "x")]
+COVERING += [("channels-last", "lsq", "all"), ("group", "ste", "none"), ("channel", "lsq", "scale")]
+COMBINED = [case for case in itertools.product(FORMS, ("ste", "lsq"), LEARNED) if case not in COVERING]
+
+
+@pytest.mark.parametrize(("form", "gradient", "learned"), first_fast([*COVERING, *COMBINED], len(COVERING)))
+def test_torch_finds_no_fault(form: str, gradient: str, learned: str) -> None:
+    shape, num_params, axis, group_size = FORMS[form]
     x, scale, zero_point = torch.randn(shape), torch.rand(num_params) + 0.1, torch.randn(num_params)
     if x.ndim == 4:
         x = x.contiguous(memory_format=torch.channels_last)
-    tensors = [t.requires_grad_(bool(flag)) for t, flag in zip((x, scale, zero_point), learned, strict=True)]
+    tensors = [t.requires_grad_(bool(flag)) for t, flag in zip((x, scale, zero_point), LEARNED[learned], strict=True)]
     torch.library.opcheck(OPERATOR, (*tensors, axis, group_size, -8, 7, gradient, "site"))
 
 

@@ -88,19 +88,11 @@ def test_nearest_is_the_reference() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
 @pytest.mark.parametrize("samples", [3, 200], ids=["few samples", "many"])
-@pytest.mark.parametrize(
-    "rounding",
-    [
-        PLAIN,
-        Rounding(num_candidates=6),
-        replace(PLAIN, act_order=True),
-        replace(PLAIN, refit=True),
-        replace(PLAIN, sweeps=3),
-        replace(PLAIN, scale_search="nearest", num_candidates=5),
-        Rounding(scale_search="gptq", num_candidates=5),
-    ],
-    ids=["plain", "default", "act-order", "refit", "sweeps", "nearest search", "gptq search"],
-)
+@pytest.mark.parametrize("rounding", [
+    PLAIN, Rounding(num_candidates=6), replace(PLAIN, act_order=True), replace(PLAIN, refit=True),
+    replace(PLAIN, sweeps=3), replace(PLAIN, scale_search="nearest", num_candidates=5),
+    Rounding(scale_search="gptq", num_candidates=5),
+], ids=["plain", "default", "act-order", "refit", "sweeps", "nearest search", "gptq search"])  # fmt: skip
 def test_never_worse_than_round_to_nearest(granularity: str, symmetric: bool, samples: int, rounding: Rounding) -> None:
     for seed, bits in ((0, 2), (10, 4)):
         W, H = problem(5, 12, samples, seed=seed)

@@ -13,6 +13,7 @@ from torch import nn
 import sparsebit
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel, apply_algorithms, correct_biases, gptq, parse_qconfig, register_algorithm
+from tests.quantization.tiny import prepared
 
 DATA = [torch.linspace(-1, 1, 64).reshape(16, 4)]
 BITS = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"BIT": 8}}}
@@ -89,9 +90,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_export_warns_of_algorithms_that_were_not_run(tmp_path: Path) -> None:
-    qmodel = QuantModel(model(), config("gptq"), example_inputs=DATA[0])
-    qmodel.prepare_calibration()
-    qmodel(DATA[0])
+    qmodel = prepared(model(), [DATA[0]], config("gptq"), example_inputs=DATA[0])
     qmodel.calc_qparams()
     with pytest.warns(UserWarning, match=r"not run on this model \(gptq\); call apply_algorithms"):
         qmodel.export_onnx(DATA[0], str(tmp_path / "a.onnx"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from sparsebit.quantization import correct_biases, equalize, gptq, reconstruct, smooth
 from tests.quantization.tiny import TwoLayers, calibrated, qconfig
+from tests.two_ranks import torchrun
 
 
 def everything(batches: Tensor) -> dict[str, Tensor]:
@@ -41,18 +41,7 @@ def all_batches() -> Tensor:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process(tmp_path: Path, project_root: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {"PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        env=environment,
-        cwd=project_root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(__file__, tmp_path, project_root)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     alone = everything(all_batches())
     assert ranks[0].keys() == ranks[1].keys() == alone.keys()

@@ -78,16 +78,10 @@ def test_a_bias_of_two_layers_stays(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [
-        (gptq, {}),
-        (reconstruct, {"steps": 20, "learn_biases": True}),
-        (correct_biases, {"method": "analytic"}),
-        (correct_biases, {"method": "empirical"}),
-    ],
-    ids=["gptq", "reconstruct", "analytic", "empirical"],
-)
+@pytest.mark.parametrize(("algorithm", "options"), [
+    (gptq, {}), (reconstruct, {"steps": 20, "learn_biases": True}), (correct_biases, {"method": "analytic"}),
+    (correct_biases, {"method": "empirical"}),
+], ids=["gptq", "reconstruct", "analytic", "empirical"])  # fmt: skip
 def test_a_batch_that_is_not_finite_is_refused(
     algorithm: Callable[..., Any], options: dict[str, Any], value: float
 ) -> None:

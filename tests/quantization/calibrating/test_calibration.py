@@ -16,6 +16,7 @@ from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
 
 OBSERVERS = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
@@ -128,21 +129,13 @@ class TestData:
 
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_several_inputs_by_position_name_and_dict(self, asym: bool) -> None:
-        class Two(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 4), nn.Linear(3, 4)
-
-            def forward(self, x: Tensor, pair: dict[str, Tensor], scale: float = 1.0) -> Tensor:
-                return self.a(x) * self.b(pair["y"]) * scale
+        @with_layers(lambda: {"a": nn.Linear(6, 4), "b": nn.Linear(3, 4)})
+        def Two(self, x: Tensor, pair: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+            return self.a(x) * self.b(pair["y"]) * scale
 
         model, x, y = Two(), torch.randn(4, 6), torch.randn(4, 3)
         results = []
-        for args, kwargs in (
-            ((x, {"y": y}), {}),
-            ((x,), {"pair": {"y": y}}),
-            ((), {"x": x, "pair": {"y": y}}),
-        ):
+        for args, kwargs in (((x, {"y": y}), {}), ((x,), {"pair": {"y": y}}), ((), {"x": x, "pair": {"y": y}})):
             qmodel = QuantModel(model, qconfig())
             qmodel.prepare_calibration()
             qmodel(*args, **kwargs)
@@ -153,14 +146,10 @@ class TestData:
 
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_optional_inputs_first_shown_in_calibration(self, asym: bool) -> None:
-        class Masked(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.fc = nn.Linear(6, 4)
-
-            def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-                x = self.fc(x)
-                return x if mask is None else torch.sigmoid(x * mask)
+        @with_layers(lambda: {"fc": nn.Linear(6, 4)})
+        def Masked(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.fc(x)
+            return x if mask is None else torch.sigmoid(x * mask)
 
         model, x, mask = Masked(), torch.randn(4, 6), torch.rand(4, 1)
         qmodel = QuantModel(model, qconfig())
@@ -306,13 +295,9 @@ class TestAsym:
         assert site(plain, "second.input").scale != site(asym, "second.input").scale
 
     def test_functional_weights_obey_w_quant(self) -> None:
-        class Functional(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w, self.v = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(3, 4))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return F.linear(F.linear(x, self.w), self.v)
+        @with_layers(lambda: {"w": nn.Parameter(torch.randn(4, 6)), "v": nn.Parameter(torch.randn(3, 4))})
+        def Functional(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.w), self.v)
 
         model, x = Functional(), torch.randn(8, 6)
         qmodel = QuantModel(model, qconfig(bits=3))
@@ -337,15 +322,11 @@ class TestAsym:
 
 
 class TestNeverObserved:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, which: bool = True) -> Tensor:
-            if float(x.abs().max()) > 1e6:
-                return self.unused(x)
-            return self.used(x)
+    @with_layers(lambda: {"used": nn.Linear(6, 3), "unused": nn.Linear(6, 3)})
+    def Half(self, x: Tensor, which: bool = True) -> Tensor:
+        if float(x.abs().max()) > 1e6:
+            return self.unused(x)
+        return self.used(x)
 
     def test_goes_off_and_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, logger="sparsebit"):
@@ -376,17 +357,12 @@ class TestNeverObserved:
         assert {"used.input", "unused.input"} <= sites(qmodel)
 
 
-class Ranked(nn.Module):
+@with_layers(lambda: {"fc": nn.Linear(4, 4)})
+def Ranked(self, x: Tensor) -> Tensor:
     """Captured for matrices; everything else runs its own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 3:
-            x = x.mean(1)
-        return torch.sigmoid(self.fc(x)) * 2
+    if x.dim() == 3:
+        x = x.mean(1)
+    return torch.sigmoid(self.fc(x)) * 2
 
 
 def test_asym_without_a_batch_of_the_captured_form_is_an_error() -> None:
@@ -400,13 +376,9 @@ def test_asym_without_a_batch_of_the_captured_form_is_an_error() -> None:
 
 
 def test_calibration_that_shows_no_quantizer_anything_is_an_error() -> None:
-    class Integers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) if x.is_floating_point() else x + 1
+    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
+    def Integers(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.is_floating_point() else x + 1
 
     qmodel = QuantModel(Integers(), qconfig(), example_inputs=torch.randn(2, 4))
     qmodel.prepare_calibration()

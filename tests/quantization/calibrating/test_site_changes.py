@@ -20,7 +20,8 @@ from sparsebit.quantization import Plan, Quantizer, QuantModel, register_quantiz
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer
 from sparsebit.quantization.quantizers.lsq import LSQ
 from sparsebit.registry import QUANTIZERS
-from tests.quantization.tiny import Residual, calibrated, qconfig
+from tests.nets import with_layers
+from tests.quantization.tiny import Residual, calibrated, prepared, qconfig
 
 X = torch.randn(4, 3, 16, 16)
 BACKENDS = ["virtual", "onnxruntime", "openvino", "tensorrt"]
@@ -44,13 +45,9 @@ class Functional(nn.Module):
         return F.relu(F.conv2d(x, self.weight * 1, self.bias) + self.conv(x))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.fc = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.fc(self.gru(x)[0])
+@with_layers(lambda: {"gru": nn.GRU(4, 8, batch_first=True), "fc": nn.Linear(8, 3)})
+def Recurrent(self, x: Tensor) -> Any:
+    return self.fc(self.gru(x)[0])
 
 
 class TestOriginal:
@@ -115,9 +112,7 @@ class TestReplaceQuantizer:
     def test_a_weight_is_calibrated_by_the_new_observer(self) -> None:
         qmodel = residual()
         new = qmodel.replace_quantizer("fc.weight", {"bits": 3, "observer": "mse"})
-        built = QuantModel(qmodel.original, plan=qmodel.plan)
-        built.prepare_calibration()
-        built(X)
+        built = prepared(qmodel.original, [X], plan=qmodel.plan)
         built.calc_qparams()
         assert torch.equal(new.scale, built.sites["fc.weight"].scale)
 
@@ -165,10 +160,7 @@ class TestReplaceQuantizer:
         names = [name for name, planned in qmodel.plan.items() if planned.role == site]
         for name in names:
             qmodel.replace_quantizer(name, {"observer": "percentile"})
-        built = QuantModel(qmodel.original, plan=qmodel.plan)
-        built.prepare_calibration()
-        with torch.no_grad():
-            built(X)
+        built = prepared(qmodel.original, [X], plan=qmodel.plan)
         built.calc_qparams()
         for name, quantizer in qmodel.sites.items():
             scale, zero_point = quantizer.qparams()

@@ -68,13 +68,7 @@ def drawing(self: Stateful, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("step", "name"),
-    [
-        (counting, "calls"),
-        (listing, "seen"),
-        (remembering, "last"),
-        (buffering, "buffer"),
-        (counting_outside, "COUNT"),
-    ],
+    [(counting, "calls"), (listing, "seen"), (remembering, "last"), (buffering, "buffer"), (counting_outside, "COUNT")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 @pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])

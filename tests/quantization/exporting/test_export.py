@@ -19,6 +19,7 @@ from sparsebit.errors import CalibrationError, DeploymentError, MissingExtraErro
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting.export import export_call
 from tests.deploy.exported_files import EXACT, differences, initializers, op_types, opset, types, worst
+from tests.nets import with_layers
 from tests.quantization.tiny import ConvBnRelu, Opaque, Residual, TwoLayers, calibrated, qconfig
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -179,11 +180,7 @@ def trained(qmodel: QuantModel, x: Tensor, steps: int = 3) -> QuantModel:
 LEARNED = {
     "lsq": {"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq"},
     "lsq_plus_affine": {"W.QUANTIZER.TYPE": "lsq+", "A.QUANTIZER.TYPE": "lsq_plus", "W.QSCHEME": "per-channel-affine"},
-    "dorefa_and_pact": {
-        "W.QUANTIZER.TYPE": "dorefa",
-        "A.QUANTIZER.TYPE": "pact",
-        "A.QUANTIZER.PACT.ALPHA_VALUE": 2.0,
-    },
+    "dorefa_and_pact": {"W.QUANTIZER.TYPE": "dorefa", "A.QUANTIZER.TYPE": "pact", "A.QUANTIZER.PACT.ALPHA_VALUE": 2.0},
     "mixed": {
         "A.QUANTIZER.TYPE": "lsq",
         "W.SPECIFIC": [{"second": ["QUANTIZER.TYPE", "dorefa", "QUANTIZER.BIT", 6]}],
@@ -233,15 +230,10 @@ def test_int4_files_of_linears_are_a_seventh(tmp_path: Path) -> None:
 # --- what the model is
 
 
-class Leaf(nn.Module):
+@with_layers(lambda: {"weight": nn.Parameter(torch.randn(6)), "fc": nn.Linear(6, 6)})
+def Leaf(self, x: Tensor) -> Tensor:
     """A loop over a shape: torch.fx cannot follow it, torch.export can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.fc = nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.stack([x[:, column] * self.weight[column] for column in range(x.shape[1])], 1))
+    return self.fc(torch.stack([x[:, column] * self.weight[column] for column in range(x.shape[1])], 1))
 
 
 def around(middle: nn.Module) -> nn.Module:
@@ -351,14 +343,10 @@ def test_the_signature_is_the_specs() -> None:
     assert [parameter.default for parameter in parameters[6:8]] == [False, False]
 
 
-class Options(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-
-    def forward(self, x: Any, other: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
-        x = x["x"] if isinstance(x, dict) else x
-        return self.fc(x) * factor if other is None else self.fc(x + other) * factor
+@with_layers(lambda: {"fc": nn.Linear(6, 6)})
+def Options(self, x: Any, other: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
+    x = x["x"] if isinstance(x, dict) else x
+    return self.fc(x) * factor if other is None else self.fc(x + other) * factor
 
 
 @pytest.mark.parametrize(

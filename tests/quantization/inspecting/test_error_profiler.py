@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
+from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, simulated, site
 
 
@@ -60,20 +61,11 @@ def test_any_checker(qmodel: QuantModel, is_async: bool) -> None:
     assert all(0 < error < 10 for error in errors.values())
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda x: x,
-        lambda x: [x],
-        lambda x: (part for part in [x]),
-        lambda x: {"x": x},
-        lambda x: [{"x": x}],
-        lambda x: (x, torch.zeros(8)),
-        lambda x: [(x, torch.zeros(8))],
-        lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(8)), batch_size=8),
-    ],
-    ids=["tensor", "list", "generator", "dict", "dicts", "tuple", "tuples", "loader"],
-)
+@pytest.mark.parametrize("wrap", [
+    lambda x: x, lambda x: [x], lambda x: (part for part in [x]), lambda x: {"x": x}, lambda x: [{"x": x}],
+    lambda x: (x, torch.zeros(8)), lambda x: [(x, torch.zeros(8))],
+    lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(8)), batch_size=8),
+], ids=["tensor", "list", "generator", "dict", "dicts", "tuple", "tuples", "loader"])  # fmt: skip
 def test_one_batch_or_many_in_any_form(qmodel: QuantModel, wrap: object) -> None:
     x = torch.randn(8, 6)
     assert qmodel.get_quantization_error(wrap(x)) == qmodel.get_quantization_error(x)  # type: ignore[operator]
@@ -108,13 +100,9 @@ def test_quantizers_that_stand_alone_are_listed_by_site() -> None:
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_a_layer_called_twice_is_averaged(is_async: bool) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.fc(x))
+    @with_layers(lambda: {"fc": nn.Linear(6, 6)})
+    def Twice(self, x: Tensor) -> Tensor:
+        return self.fc(self.fc(x))
 
     qmodel = calibrated(Twice(), [torch.randn(4, 6)], qconfig(bits=4))
     assert qmodel.get_quantization_error(torch.randn(4, 6), is_async=is_async)["fc"] > 0

@@ -20,6 +20,7 @@ from sparsebit.quantization import (
     sensitivity,
 )
 from sparsebit.quantization.mixed_precision.site_facts import facts_of
+from tests.nets import with_layers
 from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 
 pytest.importorskip("scipy")
@@ -178,8 +179,7 @@ def test_ties_of_the_user() -> None:
 
 def test_what_the_config_says_of_single_layers_stays() -> None:
     config = parse_qconfig(CONFIG).replace(
-        "W.SPECIFIC",
-        [{"blocks.0.*": ["OBSERVER.TYPE", "mse"]}, {"left": ["QUANTIZER.DISABLE", True]}],
+        "W.SPECIFIC", [{"blocks.0.*": ["OBSERVER.TYPE", "mse"]}, {"left": ["QUANTIZER.DISABLE", True]}]
     )
     found = search_bits(calibrated(config), batches(), {"weight_bits": 3}, weight_bits=(2, 3, 4, 8))
     plan = rebuilt(found).plan
@@ -257,17 +257,12 @@ def test_scores_that_are_all_zero_are_told() -> None:
         search_bits(calibrated(model=model), batches(), {"weight_bits": 4}, weight_bits=(2, 4), method="sqnr")
 
 
-class Opaque(nn.Module):
+@with_layers(lambda: {"block": Block(3), "head": nn.Linear(3, 4)})
+def Opaque(self, x: Tensor) -> Tensor:
     """Its branch depends on the data: what is inside has a graph of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(3), nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > 100:
-            x = x / 2
-        return self.head(self.block(x).mean((2, 3)))
+    if x.abs().max() > 100:
+        x = x / 2
+    return self.head(self.block(x).mean((2, 3)))
 
 
 def test_graphs_inside_of_code_that_cannot_be_traced() -> None:

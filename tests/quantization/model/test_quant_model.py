@@ -13,22 +13,18 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, parse_qconfig
-from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
+from tests.nets import with_layers
+from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, prepared, qconfig, run, site, sites
 
 IMAGES = (2, 3, 8, 8)
 
 
-class Guarded(nn.Module):
+@with_layers(lambda: {"fc": nn.Linear(6, 6), "norm": nn.LayerNorm(6)})
+def Guarded(self, x: Tensor) -> dict[str, Tensor]:
     """Branches on a shape: captured for the example's, other shapes run its own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        if x.shape[0] == 2:
-            x = x * 1.5
-        return {"y": self.norm(self.fc(x)), "x": x}
+    if x.shape[0] == 2:
+        x = x * 1.5
+    return {"y": self.norm(self.fc(x)), "x": x}
 
 
 MODELS = {
@@ -134,11 +130,7 @@ class TestConstruction:
     @pytest.mark.gpu
     def test_device_is_obeyed_on_a_gpu(self) -> None:
         model, x = Residual().eval(), torch.randn(IMAGES)
-        qmodel = QuantModel(model, qconfig({"DEVICE": "cuda"}))
-        qmodel.prepare_calibration()
-        run(qmodel, [x.cuda()])
-        qmodel.calc_qparams(asym=True)
-        qmodel.set_quant(w_quant=True, a_quant=True)
+        qmodel = calibrated(model, [x.cuda()], qconfig({"DEVICE": "cuda"}), asym=True)
         assert {t.device.type for t in [*qmodel.parameters(), *qmodel.buffers()]} == {"cuda"}
         assert next(model.parameters()).device.type == "cpu"
         torch.testing.assert_close(qmodel(x.cuda()).cpu(), calibrated(model, [x], asym=True)(x), atol=0.05, rtol=0.05)
@@ -223,9 +215,7 @@ class TestCalls:
         assert caplog.text.count("runs the model's own code") == 1
 
     def test_such_a_batch_counts_in_calibration(self) -> None:
-        qmodel = QuantModel(Guarded().eval(), qconfig(), example_inputs=torch.randn(2, 6))
-        qmodel.prepare_calibration()
-        run(qmodel, [torch.randn(3, 6)])
+        qmodel = prepared(Guarded().eval(), [torch.randn(3, 6)], example_inputs=torch.randn(2, 6))
         qmodel.calc_qparams()
         assert site(qmodel, "fc.input").is_calibrated
 
@@ -241,13 +231,9 @@ class TestCalls:
 
     @pytest.mark.parametrize("is_training", [False, True])
     def test_another_form_keeps_the_mode_of_the_model(self, is_training: bool) -> None:
-        class Shifted(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = nn.BatchNorm1d(6)
-
-            def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-                return self.norm(x) if shift is None else self.norm(x) + shift
+        @with_layers(lambda: {"norm": nn.BatchNorm1d(6)})
+        def Shifted(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            return self.norm(x) if shift is None else self.norm(x) + shift
 
         model, x = Shifted().train(is_training), torch.randn(4, 6)
         qmodel = QuantModel(model, qconfig())
@@ -309,13 +295,9 @@ class TestLookingInside:
         assert "n_x --> n_stem_conv" in text
 
     def test_mermaid_of_several_graphs(self) -> None:
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = TwoLayers(), TwoLayers()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.a(x) if float(x.sum()) > 0 else self.b(x)
+        @with_layers(lambda: {"a": TwoLayers(), "b": TwoLayers()})
+        def Outer(self, x: Tensor) -> Tensor:
+            return self.a(x) if float(x.sum()) > 0 else self.b(x)
 
         text = QuantModel(Outer(), qconfig()).dump_mermaid()
         assert text.count("flowchart TD") == 2 and "%% a\n" in text and "%% b\n" in text

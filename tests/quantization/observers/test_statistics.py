@@ -10,12 +10,7 @@ from torch import Tensor
 
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.statistics import (
-    MinMax,
-    MovingMinMax,
-    Samples,
-    Statistic,
-)
+from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples, Statistic
 
 KINDS: dict[str, Callable[[], Statistic]] = {
     "minmax": MinMax,

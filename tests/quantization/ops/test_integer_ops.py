@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerKernel, IntegerLayer, with_gradient_of
+from tests.nets import with_layers
+from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
 pytest.importorskip("onnxruntime")
@@ -32,7 +34,7 @@ class Net(nn.Module):
         return self.head(F.relu(self.hidden(F.adaptive_avg_pool2d(x, 1).flatten(1))))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_fast(range(3)))
 def test_the_simulation_is_the_runtime_bit_by_bit(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     x = torch.randn(4, 3, 12, 12) * (1 + seed)
@@ -97,13 +99,9 @@ def test_double_precision_takes_the_plain_way() -> None:
 
 @pytest.mark.parametrize("broadcast", [(1, 4, 1, 1), (4, 1, 1)], ids=["one_per_channel", "fewer_dimensions"])
 def test_an_add_that_broadcasts_takes_the_plain_way(broadcast: tuple[int, ...]) -> None:
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.gate = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x) + F.adaptive_avg_pool2d(self.gate(x), 1)[:1].reshape(broadcast)
+    @with_layers(lambda: {"conv": nn.Conv2d(3, 4, 3, padding=1), "gate": nn.Conv2d(3, 4, 1)})
+    def Adds(self, x: Tensor) -> Tensor:
+        return self.conv(x) + F.adaptive_avg_pool2d(self.gate(x), 1)[:1].reshape(broadcast)
 
     x = torch.randn(2, 3, 6, 6)
     qmodel = calibrated(Adds(), [x], qconfig(backend="onnxruntime"))

@@ -13,7 +13,8 @@ from sparsebit.numerics import reference
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
-from tests.quantization.tiny import calibrated, qconfig, site, sites
+from tests.nets import with_layers
+from tests.quantization.tiny import calibrated, prepared, qconfig, site, sites
 
 WEIGHT_ONLY = {"A.QUANTIZER.DISABLE": True}
 LAYERS = {
@@ -36,24 +37,16 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
-class Cells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru, self.rnn = nn.LSTMCell(5, 5), nn.GRUCell(5, 5), nn.RNNCell(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.lstm(x)
-        return self.rnn(self.gru(hidden))
+@with_layers(lambda: {"lstm": nn.LSTMCell(5, 5), "gru": nn.GRUCell(5, 5), "rnn": nn.RNNCell(5, 5)})
+def Cells(self, x: Tensor) -> Tensor:
+    hidden, _ = self.lstm(x)
+    return self.rnn(self.gru(hidden))
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(5, 6, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+@with_layers(lambda: {"layer": nn.LSTM(5, 6, batch_first=True)})
+def Packed(self, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
 
 
 def rounded(model: nn.Module, qmodel: QuantModel) -> nn.Module:
@@ -143,9 +136,7 @@ def test_a_replaced_weight_is_read() -> None:
 def test_training_updates_the_master_weight() -> None:
     torch.manual_seed(0)
     model, x = Recurrent(nn.LSTM(5, 6)).eval(), torch.randn(4, 3, 5)
-    qmodel = QuantModel(model, qconfig(bits=4))
-    qmodel.prepare_calibration()
-    qmodel(x)
+    qmodel = prepared(model, [x], qconfig(bits=4))
     qmodel.init_QAT()
     qmodel.train()
     optimizer = torch.optim.SGD(qmodel.parameters(), 0.1)

@@ -19,6 +19,7 @@ from sparsebit.quantization import (
     QuantOpr,
     register_qmodule,
 )
+from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, simulated, site, sites
 
 
@@ -108,13 +109,9 @@ class TestRegister:
         assert torch.equal(qmodel(x, y), torch.hypot(one, other) * 2)
 
     def test_ones_own_weighted_layer(self) -> None:
-        class Scaled(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.gain = nn.Parameter(torch.randn(4, 6))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return F.linear(x, self.gain)
+        @with_layers(lambda: {"gain": nn.Parameter(torch.randn(4, 6))})
+        def Scaled(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.gain)
 
         @register_qmodule(sources=[Scaled], weight="gain")
         class QScaled(QuantOpr):
@@ -163,13 +160,9 @@ class TestRegister:
             register_qmodule(sources=[3])(QThree)
 
 
-class ByFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x[:, :1], self.weight, self.weight[0])
+@with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
+def ByFunction(self, x: Tensor) -> Tensor:
+    return F.linear(x[:, :1], self.weight, self.weight[0])
 
 
 class Frozen(nn.Module):
@@ -191,15 +184,9 @@ class Frozen(nn.Module):
 
 
 class TestWeightedLayers:
-    @pytest.mark.parametrize(
-        "layer",
-        [
-            nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular"),
-            nn.ConvTranspose1d(4, 6, 3, stride=2),
-            nn.Linear(6, 3),
-        ],
-        ids=["conv", "transposed", "linear"],
-    )
+    @pytest.mark.parametrize("layer", [
+        nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular"), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.Linear(6, 3),
+    ], ids=["conv", "transposed", "linear"])  # fmt: skip
     def test_parametrized_weights_stay_parametrized(self, layer: nn.Module) -> None:
         model, x = nn.Sequential(weight_norm(copy.deepcopy(layer))).eval(), torch.randn(2, 4, 6)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -293,13 +280,9 @@ class TestFirstSparsebit:
         torch.testing.assert_close(qmodel(x), x.erf())
 
     def test_a_constructor_with_the_module_and_a_config(self) -> None:
-        class Gain(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.gain = 3.0
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.gain * x
+        @with_layers(lambda: {"gain": 3.0})
+        def Gain(self, x: Tensor) -> Tensor:
+            return self.gain * x
 
         @register_qmodule(sources=[Gain])
         class QGain(QuantOpr):

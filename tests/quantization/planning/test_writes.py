@@ -344,8 +344,7 @@ def _into_a_view_of_itself(m: Program, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "code",
-    [_after_a_sum, _of_itself, _through_a_view, _inside_a_layer, _into_itself, _into_a_view_of_itself],
+    "code", [_after_a_sum, _of_itself, _through_a_view, _inside_a_layer, _into_itself, _into_a_view_of_itself]
 )
 def test_what_a_quantizer_has_read_is_kept_for_the_backward(code: Code) -> None:
     model, x = Program(code), torch.randn(6, 8)

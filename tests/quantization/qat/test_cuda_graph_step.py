@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import CudaGraphStep, QuantModel, parse_qconfig
+from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 def ready(device: str) -> QuantModel:
@@ -17,9 +19,9 @@ def ready(device: str) -> QuantModel:
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
     )
     config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
-    qmodel = QuantModel(model, parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
-    qmodel.prepare_calibration()
-    qmodel(batch(device)[0])
+    qmodel = prepared(
+        model, [batch(device)[0]], parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}})
+    )
     qmodel.init_QAT()
     return qmodel.train()
 
@@ -71,14 +73,10 @@ def test_half_precision() -> None:
 
 @pytest.mark.gpu
 def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.always, self.sometimes = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.always(x)
-            return y + self.sometimes(x) if len(x) == 5 else y
+    @with_layers(lambda: {"always": nn.Linear(4, 3), "sometimes": nn.Linear(4, 3)})
+    def Net(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x)
+        return y + self.sometimes(x) if len(x) == 5 else y
 
     model = Net().cuda()
     step = CudaGraphStep(model, lambda model, x: model(x).square().mean())

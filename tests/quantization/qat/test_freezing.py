@@ -155,15 +155,10 @@ class TestSchedule:
 
 
 class TestFaults:
-    @pytest.mark.parametrize(
-        ("part", "message"),
-        [
-            ("observers", r"init_QAT\(follow_ranges=True\)"),
-            ("scales", "lsq, lsq\\+ or pact"),
-            ("batchnorm", "BN_TUNING: true"),
-            ("weights", "allowed: observers, batchnorm, scales"),
-        ],
-    )
+    @pytest.mark.parametrize(("part", "message"), [
+        ("observers", r"init_QAT\(follow_ranges=True\)"), ("scales", "lsq, lsq\\+ or pact"),
+        ("batchnorm", "BN_TUNING: true"), ("weights", "allowed: observers, batchnorm, scales"),
+    ])  # fmt: skip
     def test_what_the_model_does_not_have(self, part: str, message: str) -> None:
         qmodel = ready("fixed", {"SCHEDULE.FUSE_BN": True})
         with pytest.raises(ConfigError, match=message):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.quantization import QuantModel
-from tests.quantization.tiny import Block, qconfig, run
+from tests.quantization.tiny import Block, prepared, qconfig
 from tests.quantization.tiny_training import WAYS, ready
 
 
@@ -55,9 +54,7 @@ class Shaped(nn.Module):
 
 
 def test_shapes_do_not_mislead() -> None:
-    qmodel = QuantModel(Shaped(), qconfig({"W.QUANTIZER.TYPE": "lsq"}))
-    qmodel.prepare_calibration()
-    run(qmodel, [torch.randn(2, 3, 4, 4)])
+    qmodel = prepared(Shaped(), [torch.randn(2, 3, 4, 4)], qconfig({"W.QUANTIZER.TYPE": "lsq"}))
     qmodel.init_QAT()
     groups = named(qmodel.parameter_groups())
     assert len(groups["weights"]) == 1  # tied
@@ -102,9 +99,7 @@ def test_frozen_scales_and_empty_groups_are_left_out() -> None:
 
 
 def test_transformer() -> None:
-    qmodel = QuantModel(Block(), qconfig({"A.QUANTIZER.TYPE": "lsq"}))
-    qmodel.prepare_calibration()
-    run(qmodel, [torch.randn(2, 3, 8, 8)])
+    qmodel = prepared(Block(), [torch.randn(2, 3, 8, 8)], qconfig({"A.QUANTIZER.TYPE": "lsq"}))
     qmodel.init_QAT()
     groups = named(qmodel.parameter_groups())
     assert len(groups["weights"]) == 5 and not any("norm" in name for name in groups["weights"])

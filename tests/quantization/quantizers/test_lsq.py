@@ -22,15 +22,10 @@ def calibrated(quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
     return quantizer
 
 
-@pytest.mark.parametrize(
-    ("kind", "symmetric", "learned"),
-    [
-        ("lsq", False, {"scale"}),
-        ("lsq", True, {"scale"}),
-        ("lsq+", False, {"scale", "zero_point"}),
-        ("lsq+", True, {"scale"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "symmetric", "learned"), [
+    ("lsq", False, {"scale"}), ("lsq", True, {"scale"}), ("lsq+", False, {"scale", "zero_point"}),
+    ("lsq+", True, {"scale"}),
+])  # fmt: skip
 def test_learned_numbers_are_parameters_from_construction(kind: str, symmetric: bool, learned: set[str]) -> None:
     quantizer = lsq(kind, symmetric=symmetric, channels=3)
     assert {name for name, _ in quantizer.named_parameters()} == learned

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from sparsebit.numerics import reference
 from sparsebit.quantization import Quantizer, QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.quantization.tiny import qconfig, run, site
+from tests.nets import with_layers
+from tests.quantization.tiny import prepared, qconfig, run, site
 
 COMBINATIONS = [
     *((weight, activation) for weight in ("uniform", "dorefa", "fp8", "lsq", "lsq+") for activation in ("uniform",)),
@@ -19,22 +20,14 @@ COMBINATIONS = [
     ("lsq+", "lsq+"),
 ]
 LEARNED = {
-    "lsq": {"scale"},
-    "lsq+": {"scale", "zero_point"},
-    "pact": {"alpha"},
-    "uniform": set(),
-    "dorefa": set(),
+    "lsq": {"scale"}, "lsq+": {"scale", "zero_point"}, "pact": {"alpha"}, "uniform": set(), "dorefa": set(),
     "fp8": set(),
-}
+}  # fmt: skip
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+@with_layers(lambda: {"conv": nn.Conv2d(1, 4, 3), "bn": nn.BatchNorm2d(4), "fc": nn.Linear(4, 3)})
+def Net(self, x: Tensor) -> Tensor:
+    return self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -110,9 +103,7 @@ def assert_simulates_its_numbers(qmodel: QuantModel, x: Tensor) -> None:
 
 def test_weights_get_their_gradient_through_the_quantizer() -> None:
     x, labels = data()
-    qmodel = QuantModel(Net(), qconfig(bits=4))
-    qmodel.prepare_calibration()
-    run(qmodel, [x])
+    qmodel = prepared(Net(), [x], qconfig(bits=4))
     qmodel.init_QAT()
     qmodel.train()
     F.cross_entropy(qmodel(x), labels).backward()
@@ -124,9 +115,7 @@ def test_weights_get_their_gradient_through_the_quantizer() -> None:
 def test_the_trained_state_loads_into_a_fresh_model() -> None:
     x, labels = data()
     config = qconfig({"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq+"}, bits=4)
-    qmodel = QuantModel(Net(), config)
-    qmodel.prepare_calibration()
-    run(qmodel, [x])
+    qmodel = prepared(Net(), [x], config)
     qmodel.init_QAT()
     optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.05)
     for _ in range(3):
@@ -140,9 +129,7 @@ def test_the_trained_state_loads_into_a_fresh_model() -> None:
 
 def test_autocast_trains() -> None:
     x, labels = data()
-    qmodel = QuantModel(Net(), qconfig({"W.QUANTIZER.TYPE": "lsq"}, bits=4))
-    qmodel.prepare_calibration()
-    run(qmodel, [x])
+    qmodel = prepared(Net(), [x], qconfig({"W.QUANTIZER.TYPE": "lsq"}, bits=4))
     qmodel.init_QAT()
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(qmodel.train()(x).float(), labels)

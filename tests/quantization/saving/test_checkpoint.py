@@ -23,6 +23,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.saving import checkpoint
+from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 CONFIGS = {
@@ -121,18 +122,13 @@ class TestRoundTrip:
         assert torch.equal(QuantModel.load(qmodel.save(tmp_path / "saved"), Opaque())(x), qmodel(x))
 
 
-class Branching(nn.Module):
+@with_layers(lambda: {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
+def Branching(
+    self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0
+) -> Tensor:
     """Needs an example to be captured: which branch, which optional arguments, how many tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0
-    ) -> Tensor:
-        x = self.a(x) if x.shape[1] == 3 else self.b(x)
-        return (x if mask is None else x * mask) * scale
+    x = self.a(x) if x.shape[1] == 3 else self.b(x)
+    return (x if mask is None else x * mask) * scale
 
 
 class TestExample:
@@ -470,22 +466,12 @@ class TestDamage:
                 assert description == expected[0]
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected[1].items())
 
-    @pytest.mark.parametrize(
-        "state",
-        [
-            torch.tensor([], dtype=torch.uint8),
-            torch.tensor(3.0),
-            torch.tensor([2, 1], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, 200, 7], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, *b"{}"], dtype=torch.uint8),
-            torch.tensor([0, *b"[]"], dtype=torch.uint8),
-            torch.tensor([2, 1, 0, *b"[1]"], dtype=torch.int64),
-            torch.tensor([True]),
-            torch.tensor([[0.5]]),
-            "text",
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("state", [
+        torch.tensor([], dtype=torch.uint8), torch.tensor(3.0), torch.tensor([2, 1], dtype=torch.uint8),
+        torch.tensor([2, 1, 0, 200, 7], dtype=torch.uint8), torch.tensor([2, 1, 0, *b"{}"], dtype=torch.uint8),
+        torch.tensor([0, *b"[]"], dtype=torch.uint8), torch.tensor([2, 1, 0, *b"[1]"], dtype=torch.int64),
+        torch.tensor([True]), torch.tensor([[0.5]]), "text",
+    ], ids=str)  # fmt: skip
     def test_the_state_of_a_quantizer(self, state: Any) -> None:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
         found = qmodel.state_dict()

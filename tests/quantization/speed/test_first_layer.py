@@ -10,6 +10,7 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed import fused_layer
 from sparsebit.quantization.speed.first_layer import FREE_CHANNELS, first_layer
+from tests.quantization.tiny import prepared
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS: dict[str, Callable[[], nn.Conv2d]] = {
@@ -35,9 +36,7 @@ def ready(name: str, kind: str = "lsq", device: str = "cpu", bits: int = 4) -> t
     torch.manual_seed(0)
     layer = LAYERS[name]()
     images = torch.randn(4, layer.in_channels, 16, 16).to(device)
-    qmodel = QuantModel(nn.Sequential(layer), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images / 1.5)
+    qmodel = prepared(nn.Sequential(layer), [images / 1.5], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train(), images
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QMODULE_MAP, QuantModel, QuantOpr, parse_qconfig, register_qmodule
 from sparsebit.quantization.speed.fused_activations import FusedReLU
+from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 class Net(nn.Module):
@@ -36,9 +38,7 @@ def ready(weights: str = "lsq", activations: str = "lsq", scheme: str = "per-ten
         "W": {"QUANTIZER": {"TYPE": weights, "BIT": 4}},
         "A": {"QSCHEME": scheme, "QUANTIZER": {"TYPE": activations, "BIT": 4}},
     }
-    qmodel = QuantModel(Net(), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(Net(), [images()], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel
 
@@ -201,13 +201,9 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     assert torch.equal(copied(images()), qmodel(images()))
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.relu, self.own, self.last = nn.Linear(8, 8), nn.ReLU(), Cubed(), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.own(self.relu(self.first(x))))
+@with_layers(lambda: {"first": nn.Linear(8, 8), "relu": nn.ReLU(), "own": Cubed(), "last": nn.Linear(8, 4)})
+def Chain(self, x: Tensor) -> Tensor:
+    return self.last(self.own(self.relu(self.first(x))))
 
 
 class Cubed(nn.Module):
@@ -218,9 +214,7 @@ class Cubed(nn.Module):
 def trained(model: nn.Module, x: Tensor) -> QuantModel:
     bits = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
     config = {"DEVICE": "cpu", "W": bits, "A": {"QSCHEME": "per-tensor-affine", **bits}}
-    qmodel = QuantModel(model, parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(x)
+    qmodel = prepared(model, [x], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 

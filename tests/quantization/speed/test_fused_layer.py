@@ -13,6 +13,7 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed.fused_layer import FusedLayer
 from sparsebit.quantization.speed.fusion_guards import substitute_of
+from tests.quantization.tiny import prepared
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -31,9 +32,7 @@ def ready(layer: nn.Module, shape: tuple[int, ...], kind: str, device: str) -> Q
         "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
         "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": kind, "BIT": 4}},
     }
-    qmodel = QuantModel(nn.Sequential(copy.deepcopy(layer)), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(inputs(shape, device))
+    qmodel = prepared(nn.Sequential(copy.deepcopy(layer)), [inputs(shape, device)], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 

@@ -25,6 +25,8 @@ from sparsebit.quantization.speed.compiler import inductor_fusions
 from sparsebit.quantization.speed.fused_activations import FusedActivation
 from sparsebit.quantization.speed.stacked_fake_quant import Stack, fake_quantize_stacked
 from sparsebit.quantization.speed.stacked_selects import StackedQuantizers
+from tests.nets import with_layers
+from tests.quantization.tiny import prepared
 
 
 class Block(nn.Module):
@@ -57,9 +59,7 @@ def ready(device: str, activation: str = "gelu", kind: str = "lsq+") -> QuantMod
     torch.manual_seed(0)
     activations = {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": kind, "BIT": 8}}
     config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}, "A": activations}
-    qmodel = QuantModel(Block(copy.deepcopy(ACTIVATIONS[activation])), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(tokens(device))
+    qmodel = prepared(Block(copy.deepcopy(ACTIVATIONS[activation])), [tokens(device)], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 
@@ -198,24 +198,18 @@ def test_a_forward_that_fails_leaves_nothing_behind(device: str, monkeypatch: py
     assert copy.deepcopy(qmodel).get_submodule("model").training and pickle.dumps(reader.input_quantizer)
 
 
-class Guarded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.fc1(x))
-        x = x * 2 if x.shape[0] > 4 else x
-        return self.fc2(y) + x  # type: ignore[no-any-return]
+@with_layers(lambda: {"fc1": nn.Linear(8, 8), "act": nn.GELU(), "fc2": nn.Linear(8, 8)})
+def Guarded(self, x: Tensor) -> Tensor:
+    y = self.act(self.fc1(x))
+    x = x * 2 if x.shape[0] > 4 else x
+    return self.fc2(y) + x  # type: ignore[no-any-return]
 
 
 def test_a_guard_between_function_and_reader(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     learned = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
     config = parse_qconfig({"DEVICE": device, "W": learned, "A": learned})
-    qmodel = QuantModel(Guarded(), config, example_inputs=torch.randn(4, 8))
-    qmodel.prepare_calibration()
-    qmodel(torch.randn(4, 8, device=device))
+    qmodel = prepared(Guarded(), [torch.randn(4, 8, device=device)], config, example_inputs=torch.randn(4, 8))
     qmodel.init_QAT()
     x = torch.randn(6, 8, device=device)
     found = qmodel.train()(x)

@@ -13,7 +13,8 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed import weight_batches
 from sparsebit.quantization.speed.fusion_guards import substitute_of
-from tests.quantization.tiny import calibrated, qconfig
+from tests.nets import with_layers
+from tests.quantization.tiny import calibrated, prepared, qconfig
 
 
 @pytest.fixture
@@ -37,9 +38,7 @@ def ready(kind: str) -> QuantModel:
         },
         "A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
     }
-    qmodel = QuantModel(model, parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(model, [images()], parse_qconfig(config))
     qmodel.init_QAT()
     return qmodel.train()
 
@@ -88,26 +87,19 @@ def test_layers_hold_their_batched_weights_during_the_forward_alone() -> None:
     assert not any(seen.values())
 
 
-class Opaque(nn.Module):
+@with_layers(lambda: {"first": nn.Conv2d(3, 6, 3), "second": nn.Conv2d(6, 4, 3)})
+def Opaque(self, x: Tensor) -> Tensor:
     """Code that cannot be traced, and that computes a part of itself again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.sum()) > 1e9:
-            return x
-        return checkpoint(lambda y: self.second(self.first(y).relu()), x, use_reentrant=False).mean((2, 3))
+    if float(x.sum()) > 1e9:
+        return x
+    return checkpoint(lambda y: self.second(self.first(y).relu()), x, use_reentrant=False).mean((2, 3))
 
 
 @pytest.mark.usefixtures("batched")
 def test_what_opaque_code_computes_again_is_not_batched() -> None:
     weights = {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}}
     config = {"DEVICE": "cpu", "W": weights, "A": {"QUANTIZER": {"DISABLE": True}}}
-    qmodel = QuantModel(Opaque(), parse_qconfig(config))
-    qmodel.prepare_calibration()
-    qmodel(images())
+    qmodel = prepared(Opaque(), [images()], parse_qconfig(config))
     qmodel.init_QAT()
     qmodel.train()(images()).sum().backward()
     assert all(parameter.grad is not None for parameter in qmodel.parameters())

@@ -12,6 +12,7 @@ import sparsebit
 from sparsebit.sparse import SparseModel, load, save
 from sparsebit.sparse.budgets.model_size import model_size
 from sparsebit.sparse.group_search import find_groups
+from tests.parameters import first_fast
 from tests.sparse.nets import WIDE, NormOverHidden, WidthOfInput, rows
 
 HALF = {"DEVICE": "cpu", "SPARSER": {"TYPE": "structured", "RATIO": 0.5}}
@@ -73,7 +74,7 @@ class Normalized(nn.Sequential):
         return x + super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [WidthOfInput, TalkingHeads])
+@pytest.mark.parametrize("kind", first_fast([WidthOfInput, TalkingHeads]))
 def test_blocks_of_one_class_fail_alike(kind: type[nn.Module]) -> None:
     model = nn.Sequential(*(Normalized(nn.LayerNorm(12), kind()) for _ in range(5))).eval()
     batch = torch.randn(2, 5, 12)

@@ -406,10 +406,7 @@ def test_modules_that_no_run_calls_are_named() -> None:
 
 def test_code_without_a_readable_source_is_named() -> None:
     space: dict[str, Any] = {"Net": Net}
-    exec(
-        "class Typed(Net):\n    def hidden(self, h, x):\n        return h / h.shape[1] if len(x) == 9 else h\n",
-        space,
-    )
+    exec("class Typed(Net):\n    def hidden(self, h, x):\n        return h / h.shape[1] if len(x) == 9 else h\n", space)
     assert any("Typed.hidden" in note for note in find_groups(space["Typed"]().eval(), TWO).notes)
 
 

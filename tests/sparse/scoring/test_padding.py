@@ -24,16 +24,10 @@ class AnyKeywords(nn.Module):
 REAL = torch.tensor([[True, True, False], [True, False, False]])
 
 
-@pytest.mark.parametrize(
-    ("model", "kwargs"),
-    [
-        (Net(), {"attention_mask": REAL.long()}),
-        (Net(), {"attention_mask": REAL.float()}),
-        (Net(), {"key_padding_mask": ~REAL}),
-        (AnyKeywords(), {"attention_mask": REAL}),
-    ],
-    ids=["numbers", "floats", "padding is true", "keywords of any name"],
-)
+@pytest.mark.parametrize(("model", "kwargs"), [
+    (Net(), {"attention_mask": REAL.long()}), (Net(), {"attention_mask": REAL.float()}),
+    (Net(), {"key_padding_mask": ~REAL}), (AnyKeywords(), {"attention_mask": REAL}),
+], ids=["numbers", "floats", "padding is true", "keywords of any name"])  # fmt: skip
 def test_masks(model: nn.Module, kwargs: dict[str, Tensor]) -> None:
     found = real_positions(((torch.zeros(2, 3, 4),), kwargs), model)
     assert found is not None and torch.equal(found, REAL)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from sparsebit.llm import finetune, load, load_adapter, resident_bytes
 from sparsebit.llm.finetuning.distributed.sharded_training import ShardedTraining, local
 from sparsebit.llm.process_group import Rank, joined
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
+from tests.two_ranks import torchrun
 
 # Three micro-batches a step: one of two processes has none in the second round.
 UNEVEN = replace(TUNING, batch_size=3, micro_batch_size=1)
@@ -48,22 +47,11 @@ def in_two_processes(folder: Path, rank: Rank) -> None:
 
 
 @pytest.mark.slow  # two processes that import torch and transformers
-def test_two_processes_train_as_one(tmp_path: Path, project_root: Path) -> None:
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model, data = packed_model(tmp_path, num_hidden_layers=2), instructions(tmp_path)
     one = finetune(model, data, tmp_path / "one", UNEVEN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(__file__, tmp_path)
     losses = json.loads((tmp_path / "two" / "training.json").read_text())["losses"]
     assert losses == pytest.approx(one.losses, rel=1e-5)
     expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))

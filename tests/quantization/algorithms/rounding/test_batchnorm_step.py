@@ -14,6 +14,7 @@ import sparsebit
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel, apply_algorithms, parse_qconfig, tune_batchnorms
+from tests.parameters import first_fast
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
 
 TUNING = {"ALGORITHMS": ["batchnorm_tuning"]}
@@ -168,7 +169,7 @@ def test_saved_and_loaded(batches: list[Tensor], tmp_path: Path) -> None:
     assert again.applied_algorithms == ("batchnorm_tuning",)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("backend", first_fast(["onnxruntime", "openvino"]))
 @pytest.mark.exact_sums
 def test_exported_through_the_check(batches: list[Tensor], tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend)

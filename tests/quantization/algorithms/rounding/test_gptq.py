@@ -18,6 +18,7 @@ from sparsebit.numerics.rounding import layer_matrix
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.quantization import QuantModel, gptq
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.nets import with_layers
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -79,11 +80,7 @@ SCHEMES = {
 def test_every_layer_and_scheme(scheme: str) -> None:
     model, data = float_model(), batches()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = {
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": 3}} | SCHEMES[scheme],
-        "A": {"QUANTIZER": {"BIT": 8}},
-    }
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 3}} | SCHEMES[scheme], "A": {"QUANTIZER": {"BIT": 8}}}
     qmodel = calibrated(model, data, config)
     nearest = error(qmodel, model, batches(2, offset=7))
     found = gptq(qmodel, data)
@@ -98,23 +95,12 @@ def test_every_layer_and_scheme(scheme: str) -> None:
         assert codes_of(layer.op.weight, *quantizer.qparams(), quantizer.spec).unique().numel() <= 8
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"act_order": False},
-        {"scale_search": "none"},
-        {"scale_search": "gptq"},
-        {"refit": False},
-        {"sweeps": 0},
-        {"correct_bias": False},
-        {"input_correction": 0.0},
-        {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
-        {"keep_variance": True},
-        {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
-        {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
-    ],
-    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
-)
+@pytest.mark.parametrize("options", [
+    {"act_order": False}, {"scale_search": "none"}, {"scale_search": "gptq"}, {"refit": False}, {"sweeps": 0},
+    {"correct_bias": False}, {"input_correction": 0.0}, {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
+    {"keep_variance": True}, {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
+    {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
+], ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()))  # fmt: skip
 def test_every_option_works_alone(options: dict[str, Any]) -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data)
@@ -242,23 +228,14 @@ def test_a_killed_run_goes_on_with_equal_bits(stop_at: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("backend", "bits", "activations"),
-    [
-        ("onnxruntime", 8, {"BIT": 8}),
-        ("onnxruntime", 4, {"DISABLE": True}),
-        ("virtual", 4, {"BIT": 8}),
-    ],
+    [("onnxruntime", 8, {"BIT": 8}), ("onnxruntime", 4, {"DISABLE": True}), ("virtual", 4, {"BIT": 8})],
 )
 def test_the_exported_file_computes_the_same(
     backend: str, bits: int, activations: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxruntime")
     data = batches()
-    config = {
-        "BACKEND": backend,
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": bits}},
-        "A": {"QUANTIZER": activations},
-    }
+    config = {"BACKEND": backend, "DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": bits}}, "A": {"QUANTIZER": activations}}
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1)
     ).eval()
@@ -296,13 +273,9 @@ def test_what_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_layer_that_is_called_twice_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsebit.quantization.algorithms.rounding import gptq as module
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+    @with_layers(lambda: {"layer": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
+    def Twice(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
     def made() -> QuantModel:
         torch.manual_seed(0)
@@ -377,25 +350,15 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         gptq(calibrated(float_model(), data), data, **options)
 
 
-class Hidden(nn.Module):
+@with_layers(lambda: {"first": nn.Linear(8, 8), "inner": Untraceable(), "weight": nn.Parameter(torch.randn(4, 8))})
+def Hidden(self, x: Tensor) -> Tensor:
     """A weight that a function reads (it becomes a layer), and a layer that code calls which cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(8, 8), Untraceable()
-        self.weight = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.inner(self.first(x)), self.weight)
+    return nn.functional.linear(self.inner(self.first(x)), self.weight)
 
 
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
+@with_layers(lambda: {"layer": nn.Linear(8, 8)})
+def Untraceable(self, x: Tensor) -> Tensor:
+    return self.layer(x) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
 
 
 def test_weights_that_no_visit_sees_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -469,13 +432,9 @@ def test_a_killed_run_goes_on_and_ends_with_equal_bits(tmp_path: Path, project_r
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 36, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.conv(x))[:, :, ::2, ::2].flatten(1))
+@with_layers(lambda: {"conv": nn.Conv2d(3, 8, 3, padding=1), "head": nn.Linear(8 * 36, 5)})
+def Wide(self, x: Tensor) -> Tensor:
+    return self.head(torch.relu(self.conv(x))[:, :, ::2, ::2].flatten(1))
 
 
 @pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-tensor-affine", "per-group-symmetric"])

@@ -20,6 +20,7 @@ from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, recons
 from sparsebit.quantization.algorithms.rounding import reconstruction
 from sparsebit.quantization.algorithms.rounding.reconstruction import METHODS, Method
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.nets import with_layers
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 4}}}"
@@ -314,12 +315,7 @@ def test_the_exported_file_computes_the_same(
 ) -> None:
     pytest.importorskip("onnxruntime")
     model, data = float_model(), batches()
-    config = {
-        "BACKEND": backend,
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": bits}},
-        "A": {"QUANTIZER": activations},
-    }
+    config = {"BACKEND": backend, "DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": bits}}, "A": {"QUANTIZER": activations}}
     qmodel = calibrated(model, data, config)
     assert gain(reconstruct(qmodel, data, method="qdrop", learn_biases=True, **QUICK)) < 1
     reconstruct(qmodel, data, method="distill", **QUICK)
@@ -355,13 +351,9 @@ def test_a_named_block_with_nothing_to_learn_is_told(caplog: pytest.LogCaptureFi
 
 
 def test_a_layer_that_is_called_twice_is_learned_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+    @with_layers(lambda: {"layer": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
+    def Twice(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
     torch.manual_seed(0)
     model = Twice().eval()
@@ -372,19 +364,11 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
     check_weights_hold_their_values(qmodel)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "best"}, "method"),
-        ({"rounding": "up"}, "rounding"),
-        ({"drop": 2.0}, "drop"),
-        ({"lr": -1.0}, "lr"),
-        ({"steps": 0}, "steps"),
-        ({"views": 0}, "views"),
-        ({"blocks": ["nowhere"]}, "no node of the graph"),
-        ({"blocks": []}, "at least one module"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"method": "best"}, "method"), ({"rounding": "up"}, "rounding"), ({"drop": 2.0}, "drop"), ({"lr": -1.0}, "lr"),
+    ({"steps": 0}, "steps"), ({"views": 0}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
+    ({"blocks": []}, "at least one module"),
+])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
@@ -397,16 +381,11 @@ def test_data_that_is_not_finite_is_named_as_the_cause() -> None:
         reconstruct(calibrated(float_model(), data), [data[0] * float("nan")], steps=2, held_out=0)
 
 
-class SplitBetween(nn.Module):
+@with_layers(lambda: {"first": nn.Conv2d(3, 8, 3), "one": nn.Conv2d(3, 4, 3), "two": nn.Conv2d(5, 4, 3)})
+def SplitBetween(self, x: Tensor) -> Tensor:
     """The blocks behind the first one read parts of its output: a tuple crosses their border."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = torch.relu(self.first(x)).split([3, 5], 1)
-        return self.one(left) + self.two(right)
+    left, right = torch.relu(self.first(x)).split([3, 5], 1)
+    return self.one(left) + self.two(right)
 
 
 @pytest.mark.parametrize("method", ["brecq", "qdrop", "autoround"])
@@ -421,12 +400,7 @@ def test_a_tuple_between_blocks(method: Method) -> None:
 def test_a_config_names_it() -> None:
     model, data = float_model(), batches()
     steps = [{"gptq": {"SWEEPS": 0}}, {"reconstruct": {"METHOD": "brecq", "STEPS": 5, "BLOCKS": ["stem", "head"]}}]
-    config = {
-        "DEVICE": "cpu",
-        "W": {"QUANTIZER": {"BIT": 4}},
-        "A": {"QUANTIZER": {"BIT": 8}},
-        "ALGORITHMS": steps,
-    }
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 8}}, "ALGORITHMS": steps}
     qmodel = sparsebit.quantize(model, data, config)
     assert qmodel.applied_algorithms == ("gptq", "reconstruct")
     check_weights_hold_their_values(qmodel)
