@@ -179,8 +179,8 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Itera
     if is_arm() and multiplies:
         yield "this is an ARM processor: what is fused and how fast it is differs from x86; audit where you deploy"
     if rounded := [layer.name for layer in layers if layer.rounds_weight]:
-        names = _some(rounded)
-        yield f"the runtime rounds the float weights of {names} to int8, with one scale for all channels: {_KEEP_FLOAT}"
+        how = "to int8 by itself, with one scale for all channels"
+        yield f"the runtime rounds the float weights of {_some(rounded)} {how}: {_KEEP_FLOAT}"
     if changed := [layer.name for layer in layers if _is_rounded_against_the_plan(layer, runtime)]:
         compare = ", or open the session with session.disable_quant_qdq=1 to compare the two"
         yield (
