@@ -12,15 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.nodes.example import UNKNOWN, value_of
+from sparsebit.graph.nodes.hidden_writes import module_may_write
 from sparsebit.graph.nodes.random_ops import class_may_draw, class_reads_layout
 
 
 def decompose(model: nn.Module) -> nn.Module:
     """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    # Random ops draw in the order of memory, and code may branch on it: outputs then get the layout of torch's own.
+    # Random ops draw in the order of memory, code may branch on it, and a write into `x.reshape(...)` reaches `x` or a
+    # copy: outputs then get the layout of torch's own.
     kinds: list[Any] = [type(module) for module in model.modules() if not isinstance(module, nn.MultiheadAttention)]
-    keeps_layout = any(class_may_draw(kind) or class_reads_layout(kind) for kind in kinds)
+    keeps_layout = any(class_may_draw(kind) or class_reads_layout(kind) for kind in kinds) or module_may_write(model)
     plain = {
         module: PlainMultiheadAttention(module, keeps_layout=keeps_layout)
         for module in model.modules()

@@ -201,6 +201,27 @@ def test_code_that_asks_for_the_layout_of_the_output(heads: int, is_self: bool, 
             torch.testing.assert_close(captured(x), model(x))
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_writes_into_a_reshaped_output_reach_what_they_reach_in_the_model(training: bool) -> None:
+    """`reshape` returns a view of a contiguous tensor, and a copy of another one."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.attention(x, x, x, need_weights=False)[0]
+            y.flatten(1).mul_(2)
+            return y
+
+    model, x = Writes().train(training), torch.randn(3, 4, 8)
+    captured = capture(model, example=((x,), {})).model
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(captured(x), model(x))
+
+
 @pytest.mark.parametrize("is_self", [True, False])
 def test_inputs_may_be_written_before_the_backward(is_self: bool) -> None:
     module = attention(batch_first=True)
