@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsebit.errors import SparsebitError
 from sparsebit.quantization import QuantModel
@@ -80,10 +81,25 @@ def values(program: Program, compiled: Compiled, *, with_example: bool) -> None:
             noise = sensitivity(expected[call], [run[call] for run in disturbed(compiled, 6)])
             if sensitivity(expected[call], [got]) <= UNSTABLE * noise:
                 raise Told("unstable: 16-bit noise moves the float model as far") from None
+            if _shares_ranges(compiled, call):
+                raise Told("a shared layer reads inputs of ranges too different for one scale") from None
             if "state" in program.features and (_grows(expected) or _is_drift(program, with_example=with_example)):
                 raise Told("its state leaves the ranges of the calibration") from None
             raise
     compare(6, before, snapshot(model), 0.0, "the user's model after building and running the copy")
+
+
+def _shares_ranges(compiled: Compiled, call: int) -> bool:
+    """Whether a layer that is called several times reads inputs a thousand times larger in one of the calls."""
+    model, sizes = compiled.make(), dict[nn.Module, list[float]]()
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        sizes.setdefault(module, []).extend(float(x.abs().max()) for x in args if _is_real(x))
+
+    with register_module_forward_pre_hook(note):
+        run_call(compiled, model, call)
+    layers = [one for module, one in sizes.items() if next(module.parameters(), None) is not None and len(one) > 1]
+    return any(max(one) > 1000 * min(one) for one in layers)
 
 
 def _grows(expected: list[Leaves]) -> bool:

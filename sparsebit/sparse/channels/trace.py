@@ -218,7 +218,7 @@ def watch(
     try:
         with plain_operators(), paths.watched():
             with _Watch(paths, trace, sets, names or {}, options or {}, values):
-                trace.outputs = returned_tensors(model(*args, **kwargs))
+                trace.outputs = returned_tensors((model(*args, **kwargs), args, kwargs))
             trace.used.update(*(_sources_of(tensor, trace) for tensor in trace.outputs))
     except Exception as error:
         trace.error, trace.failed_in = error, paths.failed_in
@@ -242,7 +242,7 @@ def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
     """The model's outputs, by the same operators as in a run that is watched."""
     args, kwargs = cloned(call)
     with plain_operators():
-        return returned_tensors(model(*args, **kwargs))
+        return returned_tensors((model(*args, **kwargs), args, kwargs))
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Scene:
         """The outputs, and the arms that were taken. Training runs with gradients on, as it does in use."""
         args, kwargs = map_nested(Tensor, torch.clone, self.call)  # a model may write into its inputs
         with self.entered(model, observe) as taken, plain_operators(with_grad=self.is_training):
-            return [tensor.detach() for tensor in returned_tensors(model(*args, **kwargs))], taken
+            return [tensor.detach() for tensor in returned_tensors((model(*args, **kwargs), args, kwargs))], taken
 
     @contextlib.contextmanager
     def entered(self, model: nn.Module, observe: Observe | None = None) -> Iterator[set[Arm]]:
@@ -115,8 +115,12 @@ def _same_parameters(one: nn.Module, other: nn.Module) -> bool:
 def natural_scenes(model: nn.Module, call: Call) -> list[Scene]:
     """The scenes in which the model runs. The example itself, in eval mode, is not one of them."""
     found = [Scene(TRAINING, call, is_training=True)]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return copy_model(model).eval()(*args, **kwargs)  # what a run changes in the model must not reach the next one
+
     try:
-        rows = find_sample_rows(call, copy_model(model).eval())
+        rows = find_sample_rows(call, run)
     except Exception:
         rows = SampleRows(1, ())
     three = call

@@ -72,6 +72,18 @@ def test_a_forward_that_is_a_generator_returns_what_it_yields() -> None:
     assert not found.groups and "the model returns them" in str(found)
 
 
+class Writes(Net):
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        out += self.b(torch.relu(self.a(x)))
+        return x
+
+
+def test_channels_that_are_written_into_an_argument_stay() -> None:
+    found = find_groups(Writes(torch.clone).eval(), (torch.randn(2, 4), torch.randn(2, 6)))
+    axes = {axis for group in found.groups for axis in group.axes}
+    assert axes == {("a.weight", 0), ("a.bias", 0), ("b.weight", 1)}, str(found)
+
+
 def test_tensors_are_found_once_in_their_order() -> None:
     one, two = torch.ones(1), torch.ones(2)
     loop: list[Any] = [one, {"b": two, "a": one}, None, "text", nn.Linear(1, 1)]

@@ -447,3 +447,27 @@ class Returns(Net):
 
 def test_a_branch_that_returns_hidden_values_spares_nothing() -> None:
     assert len(find_groups(Returns().eval(), TWO).units) == 30
+
+
+class LayerForEachSample(nn.Module):
+    """The example's two samples never reach the last layer, and a counter changes the output of every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer, _ in zip(self.layers, x, strict=False):
+            x = layer(x)
+        self.calls += 1
+        return y + 0.5 * (self.calls % 2)
+
+
+def test_another_batch_size_is_tried_for_a_model_with_state() -> None:
+    model, three = LayerForEachSample().eval(), torch.randn(3, 6)
+    found = find_groups(model, (TWO, TWO))
+    with torch.no_grad():
+        masked, small = pruned(model, found, 0)
+        torch.testing.assert_close(small(three, three), masked(three, three))
