@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
-from typing_extensions import Self
 
 from sparsebit.config.config_errors import all_faults
 from sparsebit.config.section import Section

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Literal
 
 from sparsebit.records.run_record import CalibrationFacts, Environment, Run
@@ -26,7 +26,7 @@ class Measured:
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
-        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.phases: dict[str, float] = {}
         self.calibration: CalibrationFacts | None = None
         self._begin, self._end = time.perf_counter(), 0.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What to convert, and to which format."""
+    """The model to convert, and the format."""
 
     model: Path = argument(
         ..., "A model folder, or a pack32 or pack8 file of the first Sparsebit.", "DIR|FILE", show_default=False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What is trained on what."""
+    """The trained model and its text."""
 
     model: llm_options.ModelFolder
     data: Path = argument(..., "JSON lines: prompt and response, or messages, each.", "DATA", show_default=False)

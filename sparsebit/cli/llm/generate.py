@@ -12,7 +12,7 @@ from sparsebit.cli.outputs.output import Output, speaking
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What the model continues, how tokens are chosen, how many, and whether the chat template is used."""
+    """The prompt, how tokens are chosen, how many, and whether the chat template is used."""
 
     model: llm_options.ModelFolder
     prompt: str = option(..., "The text to continue, or what the user says.", short="-p")

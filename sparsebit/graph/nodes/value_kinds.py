@@ -1,4 +1,4 @@
-"""What is known about a node: whether it produces tensors or Python values, what it depends on, reads and writes."""
+"""Facts about a node: whether it produces tensors or Python values, what it depends on, reads and writes."""
 
 from __future__ import annotations
 

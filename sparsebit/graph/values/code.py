@@ -1,4 +1,4 @@
-"""What the code of Python functions names and reaches, found without running it."""
+"""The names in the code of Python functions, and the functions that it reaches, found without running it."""
 
 from __future__ import annotations
 

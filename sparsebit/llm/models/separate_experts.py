@@ -79,7 +79,7 @@ def experts_in(block: nn.Module) -> dict[str, SeparateExperts]:
 
 
 def experts_prefixes(block: nn.Module) -> tuple[str, ...]:
-    """What the names of the layers of experts start with, for `str.startswith`."""
+    """The beginnings of the names of the experts' layers, for `str.startswith`."""
     return tuple(f"{path}." for path in experts_in(block))
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.targets import Target, as_target

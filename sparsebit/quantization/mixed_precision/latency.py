@@ -109,7 +109,7 @@ def search_latency(
     for limit in track(wanted, "latency limits"):
         try:
             results.append((limit, search.within(limit)))
-        except BudgetError as error:  # noqa: PERF203 - seconds pass in each turn
+        except BudgetError as error:
             missed.append(error)
     if not results:
         raise missed[0]

@@ -9,11 +9,10 @@ over batches or processes before a merge.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsebit.quantization.observers.statistics import NamedTensors, State, check_finite, check_num_rows, extremes
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsebit.numerics.rounding.outlier_samples import level_weight, sample_levels, usual_level
 from sparsebit.numerics.spec import PerTensor, to_rows

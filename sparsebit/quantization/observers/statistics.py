@@ -6,11 +6,10 @@ device of its data. A row's values may come in any number of updates; the first 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sparsebit.errors import CalibrationError
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from sparsebit.first_sparsebit import former_method
 from sparsebit.graph.nodes.stand_in import StandIn

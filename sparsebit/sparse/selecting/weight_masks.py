@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.copying import copy_model
