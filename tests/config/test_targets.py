@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebit.config.targets import ACTIVATION, as_target, is_for, mismatch, targets_of
 from sparsebit.errors import ConfigError
-from tests.nets import with_layers
 
 
 @pytest.mark.parametrize("word", ["activation", "feature", ACTIVATION])
@@ -67,9 +66,13 @@ def test_a_class_without_targets_is_for_both() -> None:
     assert mismatch(for_weights, "feature") == "is for weight tensors, not for an activation"
 
 
-@with_layers(lambda: {"target": ACTIVATION})
-def Compared(self, x: Tensor) -> Tensor:
-    return x * 2 if self.target == "weight" else x + 1
+class Compared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = ACTIVATION
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.target == "weight" else x + 1
 
 
 def test_it_is_compared_inside_a_compiled_graph() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from sparsebit.deploy.exporting.to_onnx import to_onnx
 from sparsebit.deploy.onnx_graph.model_file import write
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import Block, Residual, calibrated, qconfig
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -39,17 +38,26 @@ class Padded(nn.Module):
         return self.fc((x * F.hardsigmoid(x.mean((2, 3), keepdim=True))).mean((2, 3)))
 
 
-@with_layers(lambda: {"first": nn.Conv2d(3, 8, 3), "up": nn.ConvTranspose2d(8, 8, 2, 2), "last": nn.Conv2d(16, 4, 1)})
-def Upsampled(self, x: Tensor) -> Tensor:
+class Upsampled(nn.Module):
     """Sizes that are read of tensors become constants that nothing reads."""
-    x = self.first(x)
-    y = F.interpolate(self.up(F.max_pool2d(x, 2)), size=x.shape[-2:])
-    return self.last(F.pad(torch.cat([x, y], 1), (1, 1, 1, 1)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.last = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = F.interpolate(self.up(F.max_pool2d(x, 2)), size=x.shape[-2:])
+        return self.last(F.pad(torch.cat([x, y], 1), (1, 1, 1, 1)))
 
 
-@with_layers(lambda: {"table": nn.Embedding(20, 8), "fc": nn.Linear(8, 3)})
-def Words(self, ids: Tensor) -> Tensor:
-    return self.fc(self.table(ids).relu())
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(self.table(ids).relu())
 
 
 NETS: dict[str, tuple[type[nn.Module], Tensor]] = {

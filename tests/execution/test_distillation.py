@@ -11,15 +11,19 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.quantization import DistillationLoss
-from tests.nets import with_layers
 from tests.quantization.tiny_training import Net, data, ready
 
 
-@with_layers(lambda: {"dropout": nn.Dropout(0.5), "fc": nn.Linear(4, 3)})
-def Named(self, input_ids: Tensor, scale: Tensor | None = None) -> Any:
+class Named(nn.Module):
     """Takes keywords and has dropout, as text models do."""
-    logits = self.fc(self.dropout(input_ids))
-    return SimpleNamespace(logits=logits if scale is None else logits * scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.fc = nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, scale: Tensor | None = None) -> Any:
+        logits = self.fc(self.dropout(input_ids))
+        return SimpleNamespace(logits=logits if scale is None else logits * scale)
 
 
 def test_the_formula() -> None:

@@ -20,7 +20,6 @@ from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.region import Region
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.values.call_form import VARYING, call_form
-from tests.nets import with_layers
 
 
 def check_equal(got: Any, expected: Any) -> None:
@@ -41,23 +40,37 @@ def snapshot(model: nn.Module) -> list[Any]:
     ]
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4)})
-def DataBranch(self, x: Tensor) -> Tensor:
+class DataBranch(nn.Module):
     """Cannot be traced: it asks for a value."""
-    if x.sum() > 0:
-        return self.linear(x)
-    return self.linear(-x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.linear(x)
+        return self.linear(-x)
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4), "act": nn.ReLU()})
-def Block(self, x: Tensor) -> Tensor:
-    return self.act(self.linear(x)) + x
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) + x
 
 
-@with_layers(lambda: {"inner": DataBranch(), "block": Block()})
-def Nested(self, x: Tensor) -> Tensor:
+class Nested(nn.Module):
     """Untraceable in untraceable, beside a traceable block."""
-    return self.block(x) if x.mean() > 0 else self.inner(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.block = DataBranch(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) if x.mean() > 0 else self.inner(x)
 
 
 class Host(nn.Module):
@@ -117,13 +130,21 @@ def test_what_an_opaque_module_holds_can_be_replaced() -> None:
 
 
 def test_a_child_of_an_opaque_module_with_optional_arguments_needs_an_example() -> None:
-    @with_layers(lambda: {"linear": nn.Linear(4, 4)})
-    def Scaled(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self.linear(x) if scale is None else self.linear(x) * scale
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
 
-    @with_layers(lambda: {"scaled": Scaled()})
-    def Opaque(self, x: Tensor) -> Tensor:
-        return self.scaled(x, scale=x) if x.sum() > 0 else self.scaled(x, scale=-x)
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return self.linear(x) if scale is None else self.linear(x) * scale
+
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(x, scale=x) if x.sum() > 0 else self.scaled(x, scale=-x)
 
     model = Opaque()
     without = capture(model)
@@ -655,9 +676,13 @@ def test_everything_moves_with_to(run: str) -> None:
 
 
 def test_what_only_the_own_code_uses_moves_too() -> None:
-    @with_layers(lambda: {"flat": nn.Linear(4, 4), "deep": nn.Linear(4, 4)})
-    def TwoWays(self, x: Tensor) -> Tensor:
-        return self.flat(x) if x.dim() == 2 else self.deep(x)
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat, self.deep = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.flat(x) if x.dim() == 2 else self.deep(x)
 
     model = TwoWays()
     captured = capture(model, example=((X,), {}))
@@ -670,11 +695,15 @@ def test_what_only_the_own_code_uses_moves_too() -> None:
 # --- shapes
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4)})
-def Shapes(self, x: Tensor) -> Tensor:
-    b, n, c = x.shape
-    y = self.linear(x).reshape(b, n // 2, 2 * c).transpose(1, 2).reshape(b, -1, n // 2)
-    return y + torch.arange(n // 2, device=x.device) + torch.zeros(b, 1, 1)
+class Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        y = self.linear(x).reshape(b, n // 2, 2 * c).transpose(1, 2).reshape(b, -1, n // 2)
+        return y + torch.arange(n // 2, device=x.device) + torch.zeros(b, 1, 1)
 
 
 @pytest.mark.parametrize("with_example", [False, True], ids=["plain", "example"])
@@ -688,13 +717,17 @@ def test_a_dynamic_batch_and_size_run_in_the_graph(with_example: bool) -> None:
 
 
 def test_the_example_answers_questions_about_shapes_and_guards_the_answers() -> None:
-    @with_layers(lambda: {"linear": nn.Linear(4, 4)})
-    def Asks(self, x: Tensor) -> Tensor:
-        if x.dim() == 4:
-            x = x.flatten(1, 2)
-        if x.shape[1] > 3:
-            x = x[:, :3]
-        return self.linear(x).reshape(*x.shape[:-1], -1)
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dim() == 4:
+                x = x.flatten(1, 2)
+            if x.shape[1] > 3:
+                x = x[:, :3]
+            return self.linear(x).reshape(*x.shape[:-1], -1)
 
     model = Asks()
     assert "" in capture(model).untraced
@@ -712,9 +745,13 @@ def test_the_example_answers_questions_about_shapes_and_guards_the_answers() -> 
 
 
 def test_training_passed_on_is_read_at_run_time() -> None:
-    @with_layers(lambda: {"block": Block()})
-    def Drops(self, x: Tensor) -> Tensor:
-        return F.dropout(self.block(x), 0.5, self.training)
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.block(x), 0.5, self.training)
 
     model = Host(Drops())
     captured = capture(model.eval())
@@ -750,11 +787,15 @@ def test_a_stateless_module_that_branches_on_training_stays_right_in_both_modes(
 
 
 def test_a_module_with_weights_that_branches_on_training_takes_the_eval_branch_and_says_so() -> None:
-    @with_layers(lambda: {"main": nn.Linear(4, 4), "extra": nn.Linear(4, 4)})
-    def Auxiliary(self, x: Tensor) -> Tensor:
-        if self.training:
-            return self.main(x) + self.extra(x)
-        return self.main(x)
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                return self.main(x) + self.extra(x)
+            return self.main(x)
 
     model = Host(Auxiliary())
     captured = capture(model)
@@ -829,10 +870,14 @@ def test_a_shape_taken_before_given_up_code_and_used_after_it() -> None:
         def forward(self, x: Tensor, shape: Any) -> Tensor:
             return x.reshape(shape) if x.sum() > 0 else x
 
-    @with_layers(lambda: {"uses": Uses()})
-    def Model(self, x: Tensor) -> Tensor:
-        shape = x.shape
-        return self.uses(x, shape).reshape(shape)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses = Uses()
+
+        def forward(self, x: Tensor) -> Tensor:
+            shape = x.shape
+            return self.uses(x, shape).reshape(shape)
 
     model = Model()
     captured = capture(model)
@@ -872,13 +917,21 @@ def test_what_is_called_on_a_whole_leaf_follows_the_policy() -> None:
 def test_a_leaf_of_two_holders_is_marked_as_shared() -> None:
     shared = nn.Linear(4, 4)
 
-    @with_layers(lambda: {"linear": shared})
-    def Opaque(self, x: Tensor) -> Tensor:
-        return self.linear(x) if x.sum() > 0 else x
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = shared
 
-    @with_layers(lambda: {"one": shared, "two": nn.Linear(4, 4), "opaque": Opaque()})
-    def Model(self, x: Tensor) -> Tensor:
-        return self.opaque(self.two(self.one(x)))
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.opaque = shared, nn.Linear(4, 4), Opaque()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.opaque(self.two(self.one(x)))
 
     captured = capture(Model())
     assert captured.regions[""].graph_module.meta["shared"] == {"one"}
@@ -986,18 +1039,23 @@ def test_a_guard_that_fails_behind_a_write_keeps_gradients(size: int, learns: st
 KEPT: list[Tensor] = []
 
 
-@with_layers(lambda: {"blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))})
-def InstallsHooks(self, x: Tensor) -> Tensor:
+class InstallsHooks(nn.Module):
     """As models of transformers: hooks are installed at the first call, and collect what inner blocks give."""
-    if not getattr(self, "installed", False):
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "installed", False):
+            for block in self.blocks:
+                block.register_forward_hook(lambda *call: KEPT.append(call[2]))
+            self.installed = True
+        KEPT.clear()
         for block in self.blocks:
-            block.register_forward_hook(lambda *call: KEPT.append(call[2]))
-        self.installed = True
-    KEPT.clear()
-    for block in self.blocks:
-        x = block(x)
-    assert len(KEPT) == 2
-    return torch.cat([*KEPT, x], 1)
+            x = block(x)
+        assert len(KEPT) == 2
+        return torch.cat([*KEPT, x], 1)
 
 
 @pytest.mark.parametrize("is_called_before", [False, True])
@@ -1013,11 +1071,15 @@ def test_hooks_that_a_first_call_installs(with_example: bool, is_called_before: 
         torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
 
 
-@with_layers(lambda: {"layer": nn.Linear(4, 4)})
-def AsksAboutGradients(self, x: Tensor) -> Tensor:
-    y: Tensor = self.layer(x)
-    x.mul_(3)
-    return y * 2 if y.requires_grad else y + x
+class AsksAboutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        x.mul_(3)
+        return y * 2 if y.requires_grad else y + x
 
 
 def test_a_guard_that_the_mode_of_gradients_answers() -> None:

@@ -14,17 +14,21 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8)})
-def Inner(self, x: Tensor) -> Tensor:
+class Inner(nn.Module):
     """Runs its own code."""
-    y: Tensor = self.fc(x)
-    return y if float(y.sum()) < 1e9 else y * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y if float(y.sum()) < 1e9 else y * 2
 
 
 class Net(nn.Module):

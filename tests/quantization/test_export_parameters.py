@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, sites
 
 onnx = pytest.importorskip("onnx")
@@ -26,9 +25,13 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 6, 10))})
-def Products(self, x: Tensor) -> Tensor:
-    return torch.bmm(x.unsqueeze(0).expand(4, -1, -1), self.weight).sum(0)
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.unsqueeze(0).expand(4, -1, -1), self.weight).sum(0)
 
 
 def exported(model: nn.Module, x: Tensor, file: Path, bits: int = 8) -> QuantModel:
@@ -61,9 +64,13 @@ def test_stacks_are_integers_in_the_file(tmp_path: Path) -> None:
 
 
 def test_projections_are_refused(tmp_path: Path) -> None:
-    @with_layers(lambda: {"lstm": nn.LSTM(5, 6, proj_size=3)})
-    def Net(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(5, 6, proj_size=3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0]
 
     x = torch.randn(3, 4, 5)
     qmodel = calibrated(Net().eval(), [x], qconfig(backend="onnxruntime"))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.parameters import first_fast, listed
 from tests.quantization.tiny import prepared, qconfig
 
@@ -69,9 +68,13 @@ class Doubled(nn.Module):
         return x * 2
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(8, 8))})
-def OwnWeight(self, x: Tensor) -> Tensor:
-    return torch.relu(x @ self.weight)
+class OwnWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight)
 
 
 both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
@@ -106,9 +109,13 @@ def test_the_mode_of_a_layer_is_asked_at_run_time_or_reported() -> None:
 
 
 def test_parameters_of_any_name() -> None:
-    @with_layers(lambda: {"linear": nn.Linear(8, 8), "graph": nn.Parameter(torch.randn(8))})
-    def Named(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.graph
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.graph = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.graph
 
     assert "'graph'" in reasons(assert_faithful(Named(), torch.randn(4, 8)))[""]
 
@@ -135,9 +142,13 @@ def test_scripted_children(outer: type[Chain], compiled: str, with_example: bool
 
 @both
 def test_a_linear_function_with_a_vector(with_example: bool) -> None:
-    @with_layers(lambda: {"linear": nn.Linear(8, 8), "vector": nn.Parameter(torch.randn(8))})
-    def Score(self, x: Tensor) -> Tensor:
-        return F.linear(self.linear(x), self.vector)
+    class Score(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.vector = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), self.vector)
 
     assert_faithful(Score(), torch.randn(4, 8), with_example=with_example)
 
@@ -161,11 +172,15 @@ def test_sparse_inputs_and_buffers(layout: torch.layout, with_example: bool) -> 
 
 @both
 def test_a_model_that_would_exit_in_a_trace(with_example: bool) -> None:
-    @with_layers(lambda: {"linear": nn.Linear(8, 8)})
-    def Exits(self, x: Tensor) -> Tensor:
-        if type(x).__name__ != "Tensor" and not hasattr(torch.Tensor, type(x).__name__):
-            sys.exit(3)
-        return self.linear(x)
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x).__name__ != "Tensor" and not hasattr(torch.Tensor, type(x).__name__):
+                sys.exit(3)
+            return self.linear(x)
 
     assert_faithful(Chain(Exits()), torch.randn(4, 8), with_example=with_example)
 
@@ -195,19 +210,27 @@ def test_an_encoder_with_a_padding_mask(nested: bool, norm: bool) -> None:
 
 
 def test_a_capture_anew_keeps_the_mode() -> None:
-    @with_layers(lambda: {"linear": nn.Linear(8, 8), "dropout": nn.Dropout(0.5)})
-    def Optional(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        x = self.dropout(self.linear(x))
-        return x if scale is None else x * scale
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            x = self.dropout(self.linear(x))
+            return x if scale is None else x * scale
 
     model, x = Optional().eval(), torch.randn(4, 8)
     qmodel = QuantModel(model, qconfig())
     torch.testing.assert_close(qmodel(x, x), model(x, x))
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8)})
-def Gained(self, x: Tensor, gain: Any = 1.0) -> Tensor:
-    return self.fc(x) * gain
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gain: Any = 1.0) -> Tensor:
+        return self.fc(x) * gain
 
 
 class WritesAfterwards(nn.Module):
@@ -233,12 +256,16 @@ def test_a_number_in_the_place_of_a_tensor_is_read_as_it_is(gain: Any) -> None:
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with_example: bool) -> None:
-    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
-    def Attends(self, x: Tensor) -> Tensor:
-        x = x / 2 if x.sum() > 1e6 else x * 1
-        y = self.attention(x, x, x)[0]
-        x += 1
-        return y
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x / 2 if x.sum() > 1e6 else x * 1
+            y = self.attention(x, x, x)[0]
+            x += 1
+            return y
 
     model, x = Attends().train(training), torch.randn(3, 5, 8)
     qmodel = QuantModel(model, qconfig(bits=16), example_inputs=x if with_example else None)
@@ -255,29 +282,44 @@ def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with
         torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)
 
 
-@with_layers(lambda: {"pool": nn.MaxPool1d(2), "fc": nn.Linear(2, 2)})
-def Halves(self, x: Tensor) -> Tensor:
+class Halves(nn.Module):
     """Writes into what its layer has read; the float layer saves a contiguous copy for the backward."""
-    pooled = self.pool(x.swapaxes(1, 2))
-    y: Tensor = self.fc(pooled)
-    pooled /= 2
-    return y * 2 if len(x) > 2 else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.fc = nn.MaxPool1d(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.pool(x.swapaxes(1, 2))
+        y: Tensor = self.fc(pooled)
+        pooled /= 2
+        return y * 2 if len(x) > 2 else y
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8)})
-def InBfloat16(self, x: Tensor) -> Tensor:
+class InBfloat16(nn.Module):
     """Code of its own, since it holds an autocast; the float layer saves what was cast."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return self.fc(x).float()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.fc(x).float()
 
 
-@with_layers(lambda: {"part": InBfloat16()})
-def WritesBehindCode(self, x: Tensor) -> Tensor:
+class WritesBehindCode(nn.Module):
     """Its graph writes into what a part with code of its own has read."""
-    x = x * 1
-    y: Tensor = self.part(x)
-    x += 1
-    return y * x.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = InBfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y: Tensor = self.part(x)
+        x += 1
+        return y * x.detach()
 
 
 @pytest.mark.parametrize(
@@ -390,10 +432,14 @@ def test_what_is_set_on_a_tensor_is_there(with_example: bool) -> None:
     assert "sets the attribute 'note' of a tensor" in reasons(qmodel)[""]
 
 
-@with_layers(lambda: {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
-def Branching(self, x: Tensor) -> Tensor:
-    y = self.b(self.a(x).relu())
-    return y + 1 if x.shape[0] > 4 else y  # type: ignore[no-any-return]
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu())
+        return y + 1 if x.shape[0] > 4 else y  # type: ignore[no-any-return]
 
 
 def test_a_layer_that_is_replaced_in_the_copy_is_replaced_in_its_own_code_too() -> None:

@@ -19,7 +19,6 @@ from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.aciq import AciqOptions
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 IMAGES = (2, 3, 8, 8)
@@ -248,10 +247,14 @@ class TestGraphAndOps:
         assert len({name for name in sites(qmodel) if ".weight" in name}) == 2
 
     def test_dict_tuple_and_keyword_inputs_and_outputs(self) -> None:
-        @with_layers(lambda: {"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
-        def Nested(self, batch: dict[str, Tensor], *, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
-            first, second = pair
-            return {"sum": self.a(batch["x"]) + self.b(first), "rest": (second, [batch["x"].sum()])}
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 4), nn.Linear(6, 4)
+
+            def forward(self, batch: dict[str, Tensor], *, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
+                first, second = pair
+                return {"sum": self.a(batch["x"]) + self.b(first), "rest": (second, [batch["x"].sum()])}
 
         model = Nested()
         inputs = {"batch": {"x": torch.randn(2, 6)}, "pair": (torch.randn(2, 6), torch.randn(3))}
@@ -263,9 +266,13 @@ class TestGraphAndOps:
         assert sites(qmodel) == {"a.input", "a.weight", "b.input", "b.weight"}
 
     def test_control_flow_on_shapes_is_a_leaf_and_reported_or_captured(self) -> None:
-        @with_layers(lambda: {"fc": nn.Linear(6, 4)})
-        def Shapely(self, x: Tensor) -> Tensor:
-            return self.fc(x) if x.shape[0] > 1 else x
+        class Shapely(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(6, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.fc(x) if x.shape[0] > 1 else x
 
         model, x = Shapely(), torch.randn(2, 6)
         plain, shown = QuantModel(model, qconfig()), QuantModel(model, qconfig(), example_inputs=x)

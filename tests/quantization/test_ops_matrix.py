@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.parameters import listed
 from tests.quantization.tiny import minmax_quantized, qconfig
 
@@ -272,9 +271,13 @@ def assert_same(actual: Any, expected: Any) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("as_module", [True, False], ids=["module", "function"])
 def test_embedding_quantizes_its_weight_alone(as_module: bool) -> None:
-    @with_layers(lambda: {"table": nn.Embedding(10, 4, padding_idx=0)})
-    def Lookup(self, ids: Tensor) -> Tensor:
-        return self.table(ids) if as_module else F.embedding(ids, self.table.weight, padding_idx=0)
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4, padding_idx=0)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) if as_module else F.embedding(ids, self.table.weight, padding_idx=0)
 
     model, ids = Lookup().eval(), torch.randint(0, 10, (2, 5))
     qmodel = QuantModel(model, qconfig(bits=4))
@@ -290,9 +293,13 @@ def test_embedding_quantizes_its_weight_alone(as_module: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention_is_taken_apart(batch_first: bool) -> None:
-    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=batch_first)})
-    def Attention(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
 
     model, x = Attention().eval(), torch.randn(3, 5, 8)
     qmodel = QuantModel(model, qconfig())
@@ -308,10 +315,14 @@ def test_multihead_attention_is_taken_apart(batch_first: bool) -> None:
 
 @torch.no_grad()
 def test_neighbours_of_a_recurrent_layer_are_quantized() -> None:
-    @with_layers(lambda: {"front": nn.Linear(6, 5), "lstm": nn.LSTM(5, 4, batch_first=True), "back": nn.Linear(4, 3)})
-    def Tagger(self, x: Tensor) -> Tensor:
-        hidden, (last, _) = self.lstm(self.front(x))
-        return self.back(hidden) + last.sum()
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.lstm, self.back = nn.Linear(6, 5), nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden, (last, _) = self.lstm(self.front(x))
+            return self.back(hidden) + last.sum()
 
     model, x = Tagger().eval(), torch.randn(2, 5, 6)
     qmodel = QuantModel(model, qconfig())

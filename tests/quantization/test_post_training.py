@@ -13,7 +13,6 @@ import sparsebit
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
 from sparsebit.quantization import QuantModel, correct_biases, equalize, gptq, reconstruct, sensitivity
 from sparsebit.quantization.quant_config import as_qconfig
-from tests.nets import with_layers
 from tests.quantization.tiny import MaskFirst, Residual, TwoLayers, masked_batches, qconfig, site
 
 YAML = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -124,9 +123,13 @@ class TestWithoutData:
             sparsebit.quantize(TwoLayers(), config=qconfig())
 
     def test_computed_weights_need_data(self) -> None:
-        @with_layers(lambda: {"weight": nn.Parameter(torch.randn(3, 4))})
-        def Computed(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x, self.weight * x.mean())
+        class Computed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(3, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.nn.functional.linear(x, self.weight * x.mean())
 
         with pytest.raises(CalibrationError, match="computed in the forward, so pass one batch"):
             sparsebit.quantize(Computed(), config="virtual-weights-only")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.planning.sites import split_site
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, site, sites
 
 X = torch.randn(2, 3, 8, 8)
@@ -28,10 +27,14 @@ class FunctionalNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-@with_layers(lambda: {"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)})
-def Attention(self, x: Tensor) -> Tensor:
-    q, k, v = self.qkv(x).chunk(3, dim=-1)
-    return self.proj(torch.matmul(torch.matmul(q, k.transpose(-2, -1)).softmax(-1), v))  # type: ignore[no-any-return]
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj(torch.matmul(torch.matmul(q, k.transpose(-2, -1)).softmax(-1), v))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

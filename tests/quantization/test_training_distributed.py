@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from sparsebit.errors import CalibrationError, CaptureError, SparsebitError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.saving import checkpoint
-from tests.nets import with_layers
 from tests.quantization.tiny import Block, Residual, qconfig
 
 pytestmark = pytest.mark.slow
@@ -30,10 +29,15 @@ KINDS = [("lsq", "lsq"), ("lsq+", "lsq+"), ("lsq", "pact"), ("dorefa", "uniform"
 Results = dict[str, Any]
 
 
-@with_layers(lambda: {"first": Block(), "second": Gated(), "head": nn.Linear(8, 4)})
-def Blocks(self, image: Tensor) -> Tensor:
+class Blocks(nn.Module):
     """Two blocks and a head, without batch norms; one block has a parameter that belongs to no layer."""
-    return self.head(self.second(self.first(image)).mean(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Block(), Gated(), nn.Linear(8, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.second(self.first(image)).mean(1))
 
 
 class Gated(nn.Module):
@@ -46,10 +50,15 @@ class Gated(nn.Module):
         return x + self.gate * self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
-@with_layers(lambda: {"embed": nn.Embedding(9, 6), "fc": nn.Linear(6, 4)})
-def Words(self, words: Tensor, shift: Tensor) -> Tensor:
+class Words(nn.Module):
     """Adds integers: quantizers in front of that sum never see a number to quantize."""
-    return self.fc(self.embed(words + shift).mean(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(9, 6), nn.Linear(6, 4)
+
+    def forward(self, words: Tensor, shift: Tensor) -> Tensor:
+        return self.fc(self.embed(words + shift).mean(1))
 
 
 def images(rank: int | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
-from tests.nets import with_layers
 
 UINT4 = TensorSpec(4, False, PerTensor())
 
@@ -129,17 +128,26 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
-@with_layers(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 3)})
-def TwoLayers(self, x: Tensor) -> Tensor:
-    return self.second(torch.tanh(self.first(x)))
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
 
 
-@with_layers(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 3)})
-def Opaque(self, x: Tensor) -> Tensor:
+class Opaque(nn.Module):
     """Branches on data: torch.fx cannot trace it, and its layers are found one by one."""
-    if float(x.abs().max()) > 1e6:
-        return x
-    return self.second(torch.tanh(self.first(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.abs().max()) > 1e6:
+            return x
+        return self.second(torch.tanh(self.first(x)))
 
 
 class Mixed(nn.Module):

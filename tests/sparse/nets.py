@@ -10,31 +10,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.nets import with_layers
-
 
 def conv(inputs: int, outputs: int, **options: int) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, padding=1, **options)
 
 
-@with_layers(lambda: {"a": conv(3, 8), "bn": nn.BatchNorm2d(8), "b": conv(8, 6), "head": nn.Linear(6 * 16, 5)})
-def Chain(self, x: Tensor) -> Tensor:
-    return self.head(F.relu(self.b(F.relu(self.bn(self.a(x)), inplace=True))).flatten(1))
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.b, self.head = conv(3, 8), nn.BatchNorm2d(8), conv(8, 6), nn.Linear(6 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.b(F.relu(self.bn(self.a(x)), inplace=True))).flatten(1))
 
 
-@with_layers(lambda: {"stem": conv(3, 8), "a": conv(8, 10), "b": conv(10, 8), "head": nn.Linear(8, 5)})
-def Residual(self, x: Tensor) -> Tensor:
-    x = self.stem(x)
-    x = x + self.b(F.silu(self.a(x)))
-    return self.head(x.mean((2, 3)))
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.head = conv(3, 8), conv(8, 10), conv(10, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.b(F.silu(self.a(x)))
+        return self.head(x.mean((2, 3)))
 
 
-@with_layers(lambda: {"stem": conv(3, 8), "a": conv(8, 16), "b": conv(16, 16), "head": nn.Linear(16, 5)})
-def PaddedShortcut(self, x: Tensor) -> Tensor:
+class PaddedShortcut(nn.Module):
     """ResNet-20's: the shortcut pads channels with zeros."""
-    x = F.relu(self.stem(x))
-    x = self.b(F.relu(self.a(x))) + F.pad(x, (0, 0, 0, 0, 4, 4))
-    return self.head(F.relu(x).mean((2, 3)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.head = conv(3, 8), conv(8, 16), conv(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = self.b(F.relu(self.a(x))) + F.pad(x, (0, 0, 0, 0, 4, 4))
+        return self.head(F.relu(x).mean((2, 3)))
 
 
 class Concat(nn.Module):
@@ -48,61 +59,103 @@ class Concat(nn.Module):
         return self.last(self.norm(torch.cat([self.a(x), x, self.b(x)], 1))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": nn.Linear(12, 20), "b": nn.Linear(10, 5)})
-def Chunks(self, x: Tensor) -> Tensor:
+class Chunks(nn.Module):
     """A gated unit: both halves of one layer meet again."""
-    value, gate = self.a(x).chunk(2, -1)
-    return self.b(value * torch.sigmoid(gate))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 20), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.a(x).chunk(2, -1)
+        return self.b(value * torch.sigmoid(gate))
 
 
-@with_layers(lambda: {"width": 12, "a": conv(3, 12), "b": conv(6, 8), "c": conv(14, 4)})
-def CrossStage(self, x: Tensor) -> Tensor:
+class CrossStage(nn.Module):
     """Half of an attribute is the width of each of two parts: parts must lose the same places, and it must follow."""
-    short, long = torch.relu(self.a(x)).split(self.width // 2, 1)
-    return self.c(torch.cat([short, torch.relu(self.b(long))], 1)).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.a, self.b, self.c = 12, conv(3, 12), conv(6, 8), conv(14, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        short, long = torch.relu(self.a(x)).split(self.width // 2, 1)
+        return self.c(torch.cat([short, torch.relu(self.b(long))], 1)).mean((2, 3))
 
 
-@with_layers(lambda: {"first": conv(3, 5), "a": conv(5, 8), "b": conv(4, 6), "c": conv(10, 7), "d": conv(7, 4)})
-def ConstantSplit(self, x: Tensor) -> Tensor:
+class ConstantSplit(nn.Module):
     """The width of a part is in the code. The layers in front of `a` and behind it are free."""
-    short, long = torch.relu(self.a(torch.relu(self.first(x)))).split(4, 1)
-    return self.d(torch.relu(self.c(torch.cat([short, torch.relu(self.b(long))], 1)))).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.c, self.d = conv(3, 5), conv(5, 8), conv(4, 6), conv(10, 7), conv(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        short, long = torch.relu(self.a(torch.relu(self.first(x)))).split(4, 1)
+        return self.d(torch.relu(self.c(torch.cat([short, torch.relu(self.b(long))], 1)))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 12), "b": conv(6, 8), "c": conv(14, 4), "d": nn.Linear(4, 3)})
-def UnequalUse(self, x: Tensor) -> Tensor:
+class UnequalUse(nn.Module):
     """The halves go different ways, so that each must keep its half of the channels."""
-    one, two = self.a(x).chunk(2, 1)
-    return self.d(self.c(torch.cat([one, self.b(two)], 1)).mean((2, 3)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = conv(3, 12), conv(6, 8), conv(14, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.a(x).chunk(2, 1)
+        return self.d(self.c(torch.cat([one, self.b(two)], 1)).mean((2, 3)))
 
 
-@with_layers(lambda: {"a": nn.Linear(12, 3 * 8), "b": nn.Linear(8, 5)})
-def Unbind(self, x: Tensor) -> Tensor:
-    q, k, v = self.a(x).view(x.shape[0], 3, -1).unbind(1)
-    return self.b(q * k + v)
+class Unbind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 3 * 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.a(x).view(x.shape[0], 3, -1).unbind(1)
+        return self.b(q * k + v)
 
 
-@with_layers(lambda: {"a": conv(3, 8), "dw": conv(8, 16, groups=8), "c": conv(16, 4)})
-def Depthwise(self, x: Tensor) -> Tensor:
-    return self.c(F.relu6(self.dw(F.relu6(self.a(x))))).mean((2, 3))
+class Depthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.dw, self.c = conv(3, 8), conv(8, 16, groups=8), conv(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu6(self.dw(F.relu6(self.a(x))))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 16), "g": conv(16, 24, groups=8), "c": conv(24, 4)})
-def ManyGroups(self, x: Tensor) -> Tensor:
-    return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
+class ManyGroups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g, self.c = conv(3, 16), conv(16, 24, groups=8), conv(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 16), "g": conv(16, 12, groups=2), "c": conv(12, 4)})
-def FewGroups(self, x: Tensor) -> Tensor:
+class FewGroups(nn.Module):
     """Two groups of eight: the same places of each group go."""
-    return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g, self.c = conv(3, 16), conv(16, 12, groups=2), conv(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 8), "weight": nn.Parameter(torch.randn(8, 1, 3, 3)), "c": conv(8, 4)})
-def GroupsOfShape(self, x: Tensor) -> Tensor:
+class GroupsOfShape(nn.Module):
     """A depthwise convolution whose forward reads the number of groups from the shape."""
-    x = self.a(x)
-    return self.c(F.conv2d(x, self.weight, padding=1, groups=x.shape[1])).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.weight, self.c = conv(3, 8), nn.Parameter(torch.randn(8, 1, 3, 3)), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(F.conv2d(x, self.weight, padding=1, groups=x.shape[1])).mean((2, 3))
 
 
 class Transposed(nn.Module):
@@ -127,33 +180,50 @@ class Norms(nn.Module):
         return self.d(self.prelu(self.c(x))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 16), "b": conv(16, 4)})
-def Shuffle(self, x: Tensor) -> Tensor:
-    x = self.a(x)
-    n, c, h, w = x.shape
-    x = x.view(n, 4, c // 4, h, w).transpose(1, 2).reshape(n, c, h, w)
-    return self.b(F.relu(x)).mean((2, 3))
+class Shuffle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 16), conv(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        n, c, h, w = x.shape
+        x = x.view(n, 4, c // 4, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return self.b(F.relu(x)).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 24), "up": nn.PixelShuffle(2), "b": conv(6, 4)})
-def PixelShuffle(self, x: Tensor) -> Tensor:
-    return self.b(F.relu(self.up(self.a(x)))).mean((2, 3))
+class PixelShuffle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.up, self.b = conv(3, 24), nn.PixelShuffle(2), conv(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.up(self.a(x)))).mean((2, 3))
 
 
-@with_layers(lambda: {"a": conv(3, 12), "down": nn.Conv2d(12, 4, 1), "up": nn.Conv2d(4, 12, 1), "b": conv(12, 4)})
-def SqueezeExcite(self, x: Tensor) -> Tensor:
-    x = self.a(x)
-    gate = torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
-    return self.b(x * gate.expand_as(x)).mean((2, 3))
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.down, self.up, self.b = conv(3, 12), nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1), conv(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        gate = torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        return self.b(x * gate.expand_as(x)).mean((2, 3))
 
 
-@with_layers(lambda: {"num_heads": 4, "scale": 1 / math.sqrt(3), "qkv": nn.Linear(12, 36), "proj": nn.Linear(12, 12)})
-def Attention(self, x: Tensor) -> Tensor:
+class Attention(nn.Module):
     """With a joint q, k, v; the number of heads is an attribute."""
-    b, n, _ = x.shape
-    q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-    weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
-    return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.scale, self.qkv, self.proj = 4, 1 / math.sqrt(3), nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
 class OwnLinear(nn.Module):
@@ -222,10 +292,15 @@ class Transformer(nn.Module):
         return self.head(x[:, 0])
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 10), "b": nn.Linear(10, 10), "c": nn.Linear(10, 3)})
-def Shared(self, x: Tensor) -> Tensor:
+class Shared(nn.Module):
     """One layer, called twice: its inputs and outputs are the same channels."""
-    return self.c(F.relu(self.b(F.relu(self.b(F.relu(self.a(x)))))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.b(F.relu(self.b(F.relu(self.a(x)))))))
 
 
 class Tied(nn.Module):
@@ -240,23 +315,33 @@ class Tied(nn.Module):
         return self.head(x + self.down(torch.tanh(self.up(x))))
 
 
-@with_layers(lambda: {"a": conv(3, 8), "b": conv(8, 12), "c": nn.Linear(12 * 16, 5), "width": 12})
-def ReadsLayers(self, x: Tensor) -> Tensor:
+class ReadsLayers(nn.Module):
     """Code that reads sizes from layers and from shapes, and keeps one of its own."""
-    y = self.a(x)
-    assert y.shape[1] == self.a.out_channels
-    y = self.b(y / self.a.out_channels**0).view(x.shape[0], self.b.out_channels, -1)
-    y = y.reshape(x.shape[0], self.width * 16)
-    return self.c(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.width = conv(3, 8), conv(8, 12), nn.Linear(12 * 16, 5), 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        assert y.shape[1] == self.a.out_channels
+        y = self.b(y / self.a.out_channels**0).view(x.shape[0], self.b.out_channels, -1)
+        y = y.reshape(x.shape[0], self.width * 16)
+        return self.c(y)
 
 
-@with_layers(lambda: {"a": conv(3, 8), "b": conv(3, 4), "c": conv(8, 4)})
-def SlicesInPlace(self, x: Tensor) -> Tensor:
+class SlicesInPlace(nn.Module):
     """The 4 in the code cannot be changed, so that the first four channels stay."""
-    y = self.a(x)
-    y[:, :4] += self.b(x)
-    y.relu_()
-    return self.c(y).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = conv(3, 8), conv(3, 4), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y[:, :4] += self.b(x)
+        y.relu_()
+        return self.c(y).mean((2, 3))
 
 
 class DataBranch(nn.Module):
@@ -274,9 +359,13 @@ class DataBranch(nn.Module):
         return self.b(y)
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(7, 2, 5) / 4), "head": nn.Linear(10, 3)})
-def Einsum(self, x: Tensor) -> Tensor:
-    return self.head(torch.einsum("bi,ihd->bhd", x, self.weight).flatten(1))
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(7, 2, 5) / 4), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.einsum("bi,ihd->bhd", x, self.weight).flatten(1))
 
 
 class Parametrized(nn.Module):
@@ -288,44 +377,72 @@ class Parametrized(nn.Module):
         return self.c(F.relu(self.b(F.relu(self.a(x)))))
 
 
-@with_layers(lambda: {"a": conv(3, 8), "b": conv(8, 6), "c": conv(6, 6), "d": nn.Linear(6, 3)})
-def FixedReshape(self, x: Tensor) -> Tensor:
+class FixedReshape(nn.Module):
     """The number 8 in the code cannot be changed."""
-    x = self.a(x).reshape(-1, 8, 4, 4)
-    return self.d(self.c(F.relu(self.b(x))).mean((2, 3)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = conv(3, 8), conv(8, 6), conv(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).reshape(-1, 8, 4, 4)
+        return self.d(self.c(F.relu(self.b(x))).mean((2, 3)))
 
 
-@with_layers(lambda: {"a": conv(3, 8), "b": conv(8, 6), "c": nn.Linear(6, 3)})
-def MeanOverChannels(self, x: Tensor) -> Tensor:
-    x = self.a(x)
-    return self.c(self.b(x * torch.sigmoid(x.mean(1, keepdim=True))).mean((2, 3)))
+class MeanOverChannels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = conv(3, 8), conv(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(x * torch.sigmoid(x.mean(1, keepdim=True))).mean((2, 3)))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 12), "b": nn.Linear(12, 3)})
-def HiddenConstant(self, x: Tensor) -> Tensor:
+class HiddenConstant(nn.Module):
     """The scale of the values depends on the width: nothing fails, but the values differ."""
-    x = self.a(x)
-    return self.b(x / x.shape[1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x / x.shape[1])
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 12), "b": nn.Linear(12, 3)})
-def Softmax(self, x: Tensor) -> Tensor:
-    return self.b(self.a(x).softmax(-1))
+class Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).softmax(-1))
 
 
-@with_layers(lambda: {"a": conv(3, 8), "b": nn.Linear(8, 3), "aux": nn.Linear(8, 3)})
-def Auxiliary(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+class Auxiliary(nn.Module):
     """A head that runs in training only."""
-    x = self.a(x).mean((2, 3))
-    return (self.b(x), self.aux(x)) if self.training else self.b(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.aux = conv(3, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.a(x).mean((2, 3))
+        return (self.b(x), self.aux(x)) if self.training else self.b(x)
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 12), "b": nn.Linear(12, 3)})
-def DiscardedMean(self, x: Tensor) -> Tensor:
+class DiscardedMean(nn.Module):
     """A mean over channels that nothing uses, as attentions compute it of their weights."""
-    x = self.a(x)
-    x.mean(1)
-    return self.b(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x.mean(1)
+        return self.b(x)
 
 
 class KeptMean(DiscardedMean):
@@ -337,21 +454,31 @@ class KeptMean(DiscardedMean):
         return self.b(x)
 
 
-@with_layers(lambda: {"a": conv(3, 4), "b": conv(8, 3)})
-def WritesIntoZeros(self, x: Tensor) -> Tensor:
+class WritesIntoZeros(nn.Module):
     """Values are written into a tensor of a fixed size: with one channel left they would be broadcast."""
-    y = x.new_zeros(x.shape[0], 8, *x.shape[2:])
-    y[:, :4] = self.a(x)
-    return self.b(y).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 4), conv(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape[0], 8, *x.shape[2:])
+        y[:, :4] = self.a(x)
+        return self.b(y).mean((2, 3))
 
 
-@with_layers(lambda: {"width": 10, "a": nn.Linear(6, 10), "b": nn.Linear(10, 10), "c": nn.Linear(10, 3)})
-def StartsFromZeros(self, x: Tensor) -> Tensor:
+class StartsFromZeros(nn.Module):
     """A state that starts as zeros of the width that an attribute says."""
-    state = torch.zeros(x.shape[0], self.width, dtype=x.dtype)
-    for _ in range(2):
-        state = torch.tanh(self.a(x) + self.b(state))
-    return self.c(state)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.a, self.b, self.c = 10, nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], self.width, dtype=x.dtype)
+        for _ in range(2):
+            state = torch.tanh(self.a(x) + self.b(state))
+        return self.c(state)
 
 
 class Recurrent(nn.Module):
@@ -367,9 +494,13 @@ class Recurrent(nn.Module):
         return self.b(states[:, -1])
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 8), "b": nn.Linear(6, 5), "c": nn.Bilinear(8, 5, 7), "d": nn.Linear(7, 3)})
-def Bilinear(self, x: Tensor) -> Tensor:
-    return self.d(F.relu(self.c(F.relu(self.a(x)), F.relu(self.b(x)))))
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(6, 5), nn.Bilinear(8, 5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(F.relu(self.c(F.relu(self.a(x)), F.relu(self.b(x)))))
 
 
 class ListsWeights(nn.Module):
@@ -385,10 +516,15 @@ class ListsWeights(nn.Module):
         return self.b(torch.relu(F.linear(x, weight, others["bias"])))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 10), "norm": nn.LayerNorm(10), "b": nn.Linear(10, 3)})
-def NormOverHidden(self, x: Tensor) -> Tensor:
+class NormOverHidden(nn.Module):
     """A norm inside of an MLP, over its neurons."""
-    return self.b(self.norm(F.gelu(self.a(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(F.gelu(self.a(x))))
 
 
 class ResponseNorm(nn.Module):
@@ -405,27 +541,42 @@ class ResponseNorm(nn.Module):
         return self.b(x + self.shift + self.scale * x * (norms / (norms.mean(1, keepdim=True) + 1e-6)))
 
 
-@with_layers(lambda: {"heads": 4, "a": nn.Linear(12, 36), "b": nn.Linear(12, 12)})
-def WidthOfInput(self, x: Tensor) -> Tensor:
+class WidthOfInput(nn.Module):
     """An attention whose code takes its width from what it reads."""
-    batch, length, width = x.shape
-    parts = self.a(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-    query, key, value = parts.unbind(0)
-    mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
-    return self.b(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.a, self.b = 4, nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.a(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.b(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 8), "norm": nn.LayerNorm(8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 3)})
-def NormalizedStream(self, x: Tensor) -> Tensor:
+class NormalizedStream(nn.Module):
     """A residual stream that norms read: it is written again after it was read."""
-    x = self.a(x)
-    return self.c(x + self.b(self.norm(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x + self.b(self.norm(x)))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 10), "bias": nn.Parameter(torch.randn(6))})
-def TransposedWeight(self, x: Tensor) -> Tensor:
+class TransposedWeight(nn.Module):
     """An autoencoder whose decoder is the encoder's weight, transposed."""
-    return F.linear(torch.relu(self.a(x)), self.a.weight.t(), self.bias)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bias = nn.Linear(6, 10), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.relu(self.a(x)), self.a.weight.t(), self.bias)
 
 
 class HookPads(nn.Module):
@@ -454,10 +605,15 @@ class ChannelBuffers(nn.Module):
         return self.b((self.a(x) - self.mean) / self.deviation)
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 4), "b": nn.Linear(6, 5), "c": nn.Linear(20, 3)})
-def OuterProduct(self, x: Tensor) -> Tensor:
+class OuterProduct(nn.Module):
     """Every channel of one layer times every channel of another."""
-    return self.c((self.a(x)[:, :, None] * self.b(x)[:, None]).flatten(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(6, 5), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c((self.a(x)[:, :, None] * self.b(x)[:, None]).flatten(1))
 
 
 class StackedExperts(nn.Module):
@@ -487,18 +643,28 @@ class EmptyPart(nn.Module):
         return self.b(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 10), "b": nn.Linear(10, 3)})
-def Asserts(self, x: Tensor) -> Tensor:
+class Asserts(nn.Module):
     """Code that insists on a width, and says nothing where it is another."""
-    x = torch.relu(self.a(x))
-    assert x.shape[1] == 10
-    return self.b(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        assert x.shape[1] == 10
+        return self.b(x)
 
 
-@with_layers(lambda: {"a": nn.Conv2d(3, 16, 1), "b": nn.Conv2d(8, 4, 1)})
-def Gated(self, x: Tensor) -> Tensor:
+class Gated(nn.Module):
     """A gated linear unit in one operator: one half of the channels gates the other."""
-    return self.b(F.glu(self.a(x), 1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.glu(self.a(x), 1))
 
 
 class Caching(nn.Module):

@@ -8,7 +8,6 @@ from torch import nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.sparse import SparseModel
-from tests.nets import with_layers
 from tests.sparse.nets import Chain, Tied, Transformer, images, rows
 
 
@@ -87,9 +86,13 @@ def test_ratios_of_spared_layers_are_named(kind: str, caplog: pytest.LogCaptureF
 
 
 def test_globs_of_residual_blocks() -> None:
-    @with_layers(lambda: {"a": nn.Linear(6, 6)})
-    def Block(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.a(x)
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a(x)
 
     model = nn.Sequential(Block(), Block(), nn.Linear(6, 3))
     build(model, rows(), GRANULARITY="residual_block", SPARE=["0"])

@@ -13,7 +13,6 @@ from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.proof.channel_proof import drawn, mask_units
 from sparsebit.sparse.proof.group_analysis import Analysis
 from sparsebit.sparse.shrinking.surgery import apply_plan
-from tests.nets import with_layers
 from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images
 
 
@@ -85,10 +84,15 @@ def test_a_value_that_the_model_keeps_from_run_to_run_is_seen_in_every_analysis(
         assert {tensor for unit in found.units for tensor, _, _ in unit.members} >= {"a.weight", "scale", "b.weight"}
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 10), "b": nn.Linear(40, 3)})
-def NeedsFour(self, x: torch.Tensor) -> torch.Tensor:
+class NeedsFour(nn.Module):
     """A net that takes the rows of a batch in fours."""
-    return self.b(self.a(x).reshape(x.shape[0] // 4, -1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).reshape(x.shape[0] // 4, -1))
 
 
 def test_a_proof_takes_two_samples_of_a_large_batch() -> None:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.sparse import SparseModel, find_groups
-from tests.nets import with_layers
 from tests.sparse.nets import conv, images, rows
 
 
@@ -214,10 +213,15 @@ def test_nothing_changes_silently(kind: type[nn.Module]) -> None:
         assert float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 8), "mix": nn.Linear(5, 5), "c": nn.Linear(8, 3)})
-def MixesTokens(self, x: Tensor) -> Tensor:
+class MixesTokens(nn.Module):
     """With one channel left the transposed values are contiguous, and torch takes another operator."""
-    return self.c(self.mix(self.a(x).transpose(1, 2)).transpose(1, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mix, self.c = nn.Linear(6, 8), nn.Linear(5, 5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.mix(self.a(x).transpose(1, 2)).transpose(1, 2))
 
 
 def test_one_channel_may_be_left() -> None:

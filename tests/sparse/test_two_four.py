@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.sparse import accelerate_2_4, recommend_2_4
 from sparsebit.sparse.two_four import Timer, TwoFourAdvice, measure_2_4
-from tests.nets import with_layers
 
 
 def as_it_is(weight: Tensor) -> Tensor:
@@ -69,9 +68,13 @@ def test_kernels_with_wrong_results_are_not_timed() -> None:
     assert measure_2_4(8, 16, 32, dtype=torch.float32, device="cpu", timer=timer, kernels=kernels).use
 
 
-@with_layers(lambda: {"a": nn.Linear(8, 16), "b": nn.Linear(16, 8), "c": nn.Linear(8, 16)})
-def Net(self, x: Tensor) -> Tensor:
-    return self.c(self.b(torch.relu(self.a(x))))
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.relu(self.a(x))))
 
 
 def test_every_linear_layer_has_advice_by_its_own_shape() -> None:

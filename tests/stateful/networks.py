@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.nets import with_layers
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -31,14 +29,22 @@ class Network:
         return self.calls()
 
 
-@with_layers(lambda: {"layers": nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), "head": nn.Linear(6, 4)})
-def ChosenByNumber(self, x: Tensor, i: int = 0) -> Tensor:
-    return self.head(torch.relu(self.layers[i](x)))
+class ChosenByNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, i: int = 0) -> Tensor:
+        return self.head(torch.relu(self.layers[i](x)))
 
 
-@with_layers(lambda: {"short": nn.Linear(6, 6), "long": nn.Linear(6, 6), "head": nn.Linear(6, 4)})
-def ChosenByShape(self, x: Tensor) -> Tensor:
-    return self.head(torch.relu(self.long(x) if x.shape[1] > 3 else self.short(x)))
+class ChosenByShape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.long(x) if x.shape[1] > 3 else self.short(x)))
 
 
 class Levels(nn.Module):
@@ -51,20 +57,28 @@ class Levels(nn.Module):
         return [self.head(lateral(x)) for lateral, x in zip(self.laterals, xs, strict=False)]
 
 
-@with_layers(lambda: {"first": nn.Linear(6, 6), "gate": nn.Linear(6, 6), "head": nn.Linear(6, 4)})
-def Optional(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    x = self.first(x)
-    if mask is not None:
-        x = x * torch.sigmoid(self.gate(mask))
-    return self.head(x)
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        if mask is not None:
+            x = x * torch.sigmoid(self.gate(mask))
+        return self.head(x)
 
 
-@with_layers(lambda: {"first": nn.Linear(6, 6), "extra": nn.Linear(6, 6), "head": nn.Linear(6, 4)})
-def ChosenByMode(self, x: Tensor) -> Tensor:
-    x = self.first(x)
-    if self.training:
-        x = x + self.extra(x)
-    return self.head(torch.relu(x))
+class ChosenByMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = x + self.extra(x)
+        return self.head(torch.relu(x))
 
 
 class Residual(nn.Module):

@@ -19,7 +19,6 @@ from sparsebit.cli.option_groups import DataOptions
 from sparsebit.cli.options import Names, Numbers, Size
 from sparsebit.errors import MissingExtraError
 from sparsebit.progress import known_length
-from tests.nets import with_layers
 
 
 class Pair(nn.Module):
@@ -27,9 +26,13 @@ class Pair(nn.Module):
         return query + key
 
 
-@with_layers(lambda: {"gain": nn.Parameter(torch.ones(1, dtype=torch.float16))})
-def Half(self, x: Tensor) -> Tensor:
-    return x * self.gain
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
 
 
 class Anything(nn.Module):

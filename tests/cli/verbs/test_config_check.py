@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
 from tests.cli.conftest import Sparsebit
-from tests.nets import with_layers
 
 RIGHT = "W: {QUANTIZER: {BIT: 4}}\nA: {QUANTIZER: {BIT: 8}}\n"
 
@@ -52,11 +51,16 @@ def test_full_of_a_backend_is_a_config_to_start_from(sparsebit: Sparsebit, backe
         QuantModel(AddedTwice(), config.replace("DEVICE", "cpu"))
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(3, 3, 1), "norm": nn.BatchNorm2d(3), "fc": nn.Linear(3, 3)})
-def AddedTwice(self, x: Tensor) -> Tensor:
+class AddedTwice(nn.Module):
     """An add behind a convolution, which runtimes quantize, and one that they leave alone."""
-    y = (self.norm(self.conv(x)) + x).mean((2, 3))
-    return self.fc(y) + y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.norm(self.conv(x)) + x).mean((2, 3))
+        return self.fc(y) + y
 
 
 def test_plan(sparsebit: Sparsebit, config: Path) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, flat_outputs, in_order, input_names, to_onnx
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError, MissingExtraError
-from tests.nets import with_layers
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
 
@@ -133,9 +132,13 @@ def test_one_tensor_given_twice_stays_two_inputs(tmp_path: Path) -> None:
 
 
 def test_names_of_the_user_win_over_those_inside(tmp_path: Path) -> None:
-    @with_layers(lambda: {"fc": nn.Linear(6, 6)})
-    def Layer(self, x: Tensor) -> Any:
-        return self.fc(x), torch.relu(self.fc(x))
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fc(x), torch.relu(self.fc(x))
 
     module = Layer()
     # What the exporter calls its own values and weights.
@@ -146,10 +149,14 @@ def test_names_of_the_user_win_over_those_inside(tmp_path: Path) -> None:
         assert all(np.allclose(a.numpy(), b, atol=1e-5) for a, b in zip(module(X), found, strict=True))
 
 
-@with_layers(lambda: {"embedding": nn.Embedding(20, 8), "mix": nn.Linear(8, 8)})
-def Sequence(self, ids: Tensor) -> Tensor:
-    x = self.embedding(ids)
-    return x + (self.mix(x) @ x.transpose(1, 2)).softmax(-1) @ x
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return x + (self.mix(x) @ x.transpose(1, 2)).softmax(-1) @ x
 
 
 def test_dynamic_batch_and_sequence(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from sparsebit.quantization.exporting import export
 from sparsebit.quantization.exporting.export_checks import check_parity
 from sparsebit.quantization.exporting.stored_parameters import simulated_codes
 from tests.deploy.exported_files import initializers, op_types
-from tests.nets import with_layers
 from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -202,11 +201,16 @@ def test_channels_that_something_counts_are_left_alone(kind: str, tmp_path: Path
     assert same(first, second, images())
 
 
-@with_layers(lambda: {"first": relu_conv(4, 20), "deep": relu_conv(20, 20, 3, 20), "last": nn.Conv2d(20, 8, 1)})
-def Again(self, x: Tensor) -> Tensor:
+class Again(nn.Module):
     """One layer is called twice, so its weight has two readers."""
-    y: Tensor = self.last(self.deep(self.deep(self.first(x))))
-    return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep, self.last = relu_conv(4, 20), relu_conv(20, 20, 3, 20), nn.Conv2d(20, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.deep(self.deep(self.first(x))))
+        return y
 
 
 def test_a_layer_that_is_called_twice_is_left_alone(tmp_path: Path) -> None:

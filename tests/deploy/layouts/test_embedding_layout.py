@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from tests.deploy.exported_files import EXACT, op_types, worst
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig
 
 IDS = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
-@with_layers(lambda: {"table": nn.Embedding(40, 16), "head": nn.Linear(16, 3)})
-def Words(self, ids: Tensor) -> Tensor:
-    return self.head(self.table(ids))
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
 
 
 @pytest.mark.filterwarnings("ignore:.*is obeyed, against the onnxruntime profile")

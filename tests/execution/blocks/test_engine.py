@@ -20,7 +20,6 @@ from sparsebit.execution.blocks.resume import Resume
 from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.graph.capture import capture
-from tests.nets import with_layers
 from tests.two_ranks import assert_two_ranks_agree
 
 
@@ -172,15 +171,20 @@ def test_mix_takes_each_element_from_one_of_both() -> None:
     assert set(mixed.tolist()) == {0.0, 1.0} and 0.23 < 1 - mixed.mean() < 0.27 and kept is count and size == 7
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4), "relu": nn.ReLU(inplace=True), "last": nn.Identity()})
-def Writes(self, x: Tensor) -> Tensor:
+class Writes(nn.Module):
     """Writes that stay writes: through views, by item, by an opaque module."""
-    y = self.linear(x)
-    y[:, 0].add_(1)
-    y[:, 1] = 7
-    self.relu(y.flatten())
-    x += 1
-    return self.last(y + x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.relu, self.last = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[:, 0].add_(1)
+        y[:, 1] = 7
+        self.relu(y.flatten())
+        x += 1
+        return self.last(y + x)
 
 
 @pytest.mark.parametrize("host_bytes", [1 << 20, 0], ids=["memory", "disk"])

@@ -9,7 +9,6 @@ from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.find_blocks import Flow, single_layers, with_gaps
 from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.graph.capture import capture
-from tests.nets import with_layers
 
 
 def graph_of(model: nn.Module, *example: Tensor) -> fx.GraphModule:
@@ -42,11 +41,16 @@ class Net(nn.Module):
         return self.head(self.blocks(self.stem(x).relu()))
 
 
-@with_layers(lambda: {"norm": nn.LayerNorm(4), "mix": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
-def Layer(self, x: Tensor, mask: Tensor) -> Tensor:
+class Layer(nn.Module):
     """Two shortcuts, as a transformer layer has, and a mask that every layer reads."""
-    x = x + self.mix(self.norm(x)) * mask
-    return x + self.down(F.gelu(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.mix(self.norm(x)) * mask
+        return x + self.down(F.gelu(self.up(x)))
 
 
 class Encoder(nn.Module):
@@ -107,10 +111,14 @@ def test_a_shortcut_of_the_input_itself() -> None:
 
 
 def test_two_inputs_and_two_outputs() -> None:
-    @with_layers(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
-    def Towers(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x = self.b(self.a(x).relu())
-        return x, {"sum": x + self.c(y)}
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            x = self.b(self.a(x).relu())
+            return x, {"sum": x + self.c(y)}
 
     graph_module = graph_of(Towers(), torch.randn(2, 4), torch.randn(2, 4))
     blocks = find_blocks(graph_module)
@@ -120,13 +128,17 @@ def test_two_inputs_and_two_outputs() -> None:
 
 
 def test_values_that_share_written_memory_stay_in_one_block() -> None:
-    @with_layers(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
-    def Writes(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        view = y[:, :2]
-        z = self.b(y)
-        view.add_(1)
-        return self.c(y) + z
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            view = y[:, :2]
+            z = self.b(y)
+            view.add_(1)
+            return self.c(y) + z
 
     graph_module = graph_of(Writes(), torch.randn(2, 4))
     blocks = find_blocks(graph_module)
@@ -152,9 +164,13 @@ class TestNamed:
             find_blocks(graph_of(Net(), torch.randn(2, 4)), ["blocks", "blocks.0"])
 
     def test_what_lies_between_is_named(self) -> None:
-        @with_layers(lambda: {"inner": Shortcut(), "other": nn.Linear(4, 4)})
-        def Twice(self, x: Tensor) -> Tensor:
-            return self.inner(self.other(self.inner(x)))
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.other = Shortcut(), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(self.other(self.inner(x)))
 
         with pytest.raises(ConfigError, match=r"block 'inner': its nodes are not neighbours, 'other' runs between"):
             find_blocks(graph_of(Twice(), torch.randn(2, 4)), ["inner"])
@@ -169,9 +185,13 @@ class TestNamed:
 
 
 def test_single_layers() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4), "act": nn.Tanh()})
-    def Again(self, x: Tensor) -> Tensor:
-        return self.fc(self.act(self.fc(x)) + 1)
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.act(self.fc(x)) + 1)
 
     graph_module = graph_of(Again(), torch.randn(2, 4))
     assert [block.name for block in single_layers(graph_module)] == ["fc", "act", "fc:1"]

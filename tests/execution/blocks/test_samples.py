@@ -14,7 +14,6 @@ from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.blocks.samples import BlockSamples, Minibatch
 from sparsebit.graph.capture import capture
 from sparsebit.graph.values.nested import tensors_of
-from tests.nets import with_layers
 
 
 def looked_at(model: nn.Module, batches: list[Tensor], look: Callable[[BlockData], None]) -> None:
@@ -63,14 +62,22 @@ def test_batches_of_other_sizes_are_not_mixed() -> None:
     assert mode == "within" and {batch.inputs[0].shape for batch in found} == {(2, 5, 3), (2, 7, 3)}
 
 
-@with_layers(lambda: {"layer": nn.Linear(3, 3)})
-def OverRows(self, x: Tensor) -> Tensor:
-    return self.layer(x).softmax(0)
+class OverRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).softmax(0)
 
 
-@with_layers(lambda: {"layer": nn.Linear(3, 3)})
-def FixedSize(self, x: Tensor) -> Tensor:
-    return self.layer(x).reshape(4, 3)
+class FixedSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).reshape(4, 3)
 
 
 @pytest.mark.parametrize("model", [OverRows(), FixedSize()], ids=["over rows", "fixed size"])
@@ -86,9 +93,13 @@ def test_a_rest_is_left_out_but_a_small_set_is_used() -> None:
     assert [len(batch.inputs[0]) for batch in found] == [3, 3]
 
 
-@with_layers(lambda: {"layer": nn.Linear(1, 4)})
-def Halves(self, x: Tensor) -> tuple[Tensor, ...]:
-    return self.layer(x).split([1, 3], 1)
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layer(x).split([1, 3], 1)
 
 
 def test_rows_of_tensors_in_a_tuple() -> None:

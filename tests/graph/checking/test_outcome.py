@@ -6,14 +6,18 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.checking.outcome import cloned, outcome_of, state_kept, with_gradients
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"fc": nn.Linear(4, 4)})
-def Writes(self, x: Tensor) -> Tensor:
+class Writes(nn.Module):
     """Another function for a leaf."""
-    factor = 2 if x.is_leaf else 3
-    return self.fc(x.mul_(1.5)) * factor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if x.is_leaf else 3
+        return self.fc(x.mul_(1.5)) * factor
 
 
 def test_copies_of_results_are_results() -> None:
@@ -35,16 +39,24 @@ def test_gradients_of_a_module_that_writes_into_its_input() -> None:
 
 
 def test_state_behind_a_captured_graph_is_kept_too() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4), "seen": []})
-    def Block(self, x: Tensor) -> Tensor:
-        return self.fc(x)
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.seen = nn.Linear(4, 4), []
 
-    @with_layers(lambda: {"block": Block()})
-    def Net(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e9:
-            return x
-        self.block.seen.append(1)
-        return self.block(x)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            self.block.seen.append(1)
+            return self.block(x)
 
     model = capture(Net()).model
     with state_kept(model):

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.aliasing import may_alias, overwritten, written_later
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"relu": nn.ReLU(inplace=True)})
-def Inner(self, x: Tensor) -> Tensor:
-    return self.relu(x) if x.sum() > 0 else x
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(x) if x.sum() > 0 else x
 
 
 def graph_of(forward: Any) -> Any:

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from sparsebit.errors import CaptureError
 from sparsebit.graph.nodes.captured_block import CapturedBlock
 from sparsebit.quantization.model.quant_model import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8), "act": nn.ReLU()})
-def Block(self, x: Tensor) -> Tensor:
-    return self.act(self.fc(x))
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
 
 
 class Double(nn.Module):
@@ -28,20 +31,29 @@ class Double(nn.Module):
         return x + x
 
 
-@with_layers(lambda: {"layer1": Block(), "layers": nn.ModuleList([nn.Sequential(Block(), Block()), Double()])})
-def Net(self, x: Tensor) -> Tensor:
-    x = self.layer1(x)
-    for layer in self.layers:
-        x = layer(x)
-    return x
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1, self.layers = Block(), nn.ModuleList([nn.Sequential(Block(), Block()), Double()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer1(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-@with_layers(lambda: {"net": Net(), "fc": nn.Linear(8, 8)})
-def Opaque(self, x: Tensor) -> Tensor:
+class Opaque(nn.Module):
     """Its own code stays; `net` becomes a region in it."""
-    if float(x.detach().sum()) > 1e9:
-        raise ValueError
-    return self.fc(self.net(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.fc = Net(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e9:
+            raise ValueError
+        return self.fc(self.net(x))
 
 
 METHODS = [

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.example import GIVEN, UNKNOWN, Example, GuardError, guard
-from tests.nets import with_layers
 
 
 @pytest.mark.parametrize(
@@ -99,9 +98,13 @@ def test_answers_are_right_for_the_example_and_guarded_for_others(name: str, row
 
 
 def test_a_question_about_weights_needs_no_guard() -> None:
-    @with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
-    def Weights(self, x: Tensor) -> Tensor:
-        return x @ self.weight if self.weight.shape[0] == 4 else x
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight if self.weight.shape[0] == 4 else x
 
     graph_module = capture(Weights(), example=((torch.randn(2, 4),), {})).regions[""].graph_module
     assert not graph_module.graph.find_nodes(op="call_function", target=guard)
@@ -119,12 +122,16 @@ def test_a_guard_asked_for_in_given_up_code_is_asked_for_again() -> None:
                 return x
             return -x
 
-    @with_layers(lambda: {"inner": GivesUp()})
-    def Model(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        is_two = rows == 2
-        x = self.inner(x, rows) if is_two else x
-        return x + 1 if is_two else x
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = GivesUp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.shape[0]
+            is_two = rows == 2
+            x = self.inner(x, rows) if is_two else x
+            return x + 1 if is_two else x
 
     model = Model()
     captured = capture(model, example=((torch.randn(2, 4),), {}))
@@ -154,11 +161,15 @@ def test_a_graph_keeps_shapes_but_no_tensors() -> None:
 
 
 def test_without_an_example_sizes_of_weights_are_known_and_nothing_is_computed_with_them() -> None:
-    @with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
-    def Weights(self, x: Tensor) -> Tensor:
-        if self.weight.dim() != 2 or self.weight.shape[0] // 2 != 2:
-            return x
-        return x @ (self.weight * 2)
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.dim() != 2 or self.weight.shape[0] // 2 != 2:
+                return x
+            return x @ (self.weight * 2)
 
     model = Weights()
     captured = capture(model)

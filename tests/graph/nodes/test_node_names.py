@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.nodes.node_names import NodeNames, node_name
-from tests.nets import with_layers
 
 X = torch.randn(2, 8)
 
@@ -109,18 +108,26 @@ def test_names_that_differ_in_dots_alone_stay_apart() -> None:
 
 
 def test_inputs_and_layers_of_one_name() -> None:
-    @with_layers(lambda: {"x": nn.Linear(8, 8)})
-    def Same(self, x: Tensor) -> Tensor:
-        return self.x(x)  # type: ignore[no-any-return]
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.x(x)  # type: ignore[no-any-return]
 
     nodes = list(capture(Same()).regions[""].graph_module.graph.nodes)
     assert [node_name(node) for node in nodes[:2]] == ["x_1", "x"]
 
 
 def test_regions_inside_an_untraced_module() -> None:
-    @with_layers(lambda: {"block": Block()})
-    def Untraced(self, x: Tensor) -> Tensor:
-        return self.block(x) if float(x.sum()) > 0 else x
+    class Untraced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) if float(x.sum()) > 0 else x
 
     captured = capture(Net(Block(), Untraced()))
     assert names(captured, "blocks.1.block") == ["fc", "gelu", "add"]

@@ -9,20 +9,23 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.value_kinds import python_values, static_values, tensor_inputs
-from tests.nets import with_layers
 
 X = torch.randn(2, 3, 4)
 
 
-@with_layers(lambda: {"my_training": nn.Parameter(torch.randn(4)), "linear": nn.Linear(4, 4)})
-def Model(self, x: Tensor) -> Tensor:
-    b, n = x.shape[0], x.size(1)
-    half = (b * n - 1) // 2
-    positions = torch.arange(n, device=x.device)
-    table = self.my_training.abs()
-    masked = x.masked_fill(x > 0, torch.finfo(x.dtype).min)
-    y = F.dropout(self.linear(x) + table, training=self.training) + half
-    return (y.transpose(1, 2) + positions).transpose(1, 2) + x[0] + masked.clamp(-1, 1)
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.my_training, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n = x.shape[0], x.size(1)
+        half = (b * n - 1) // 2
+        positions = torch.arange(n, device=x.device)
+        table = self.my_training.abs()
+        masked = x.masked_fill(x > 0, torch.finfo(x.dtype).min)
+        y = F.dropout(self.linear(x) + table, training=self.training) + half
+        return (y.transpose(1, 2) + positions).transpose(1, 2) + x[0] + masked.clamp(-1, 1)
 
 
 def names(nodes: Any) -> set[str]:

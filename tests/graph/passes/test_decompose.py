@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.decompose import PlainMultiheadAttention, decompose
-from tests.nets import with_layers
 
 L, S, N, E, H = 5, 7, 3, 8, 2
 
@@ -166,9 +165,13 @@ def test_encoder_with_padding() -> None:
 def test_random_ops_behind_an_attention_draw_as_behind_torchs_own(batch_first: bool, training: bool) -> None:
     """They draw in the order of memory."""
 
-    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=batch_first)})
-    def Noisy(self, x: Tensor) -> Tensor:
-        return F.dropout(self.attention(x, x, x)[0], 0.5, training=True) + torch.rand_like(x)
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.attention(x, x, x)[0], 0.5, training=True) + torch.rand_like(x)
 
     model, x = Noisy().train(training), torch.randn(3, 4, 8)
     for grad in (False, True):

@@ -11,7 +11,6 @@ from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from tests.graph.passes.norms import with_statistics
-from tests.nets import with_layers
 
 
 class SamePadding(nn.Conv2d):
@@ -89,9 +88,13 @@ def test_a_layer_that_reads_the_shape_of_its_weight_is_folded(numbers: bool, fol
 
 
 def test_numbers_of_a_weight_that_are_read_elsewhere_are_not_folded() -> None:
-    @with_layers(lambda: {"conv": ReadsItsWeight(numbers=False), "norm": nn.BatchNorm2d(6)})
-    def Tied(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) * self.conv.weight.abs().mean()
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = ReadsItsWeight(numbers=False), nn.BatchNorm2d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)) * self.conv.weight.abs().mean()
 
     model = Tied()
     region = lifted(model)
@@ -101,9 +104,13 @@ def test_numbers_of_a_weight_that_are_read_elsewhere_are_not_folded() -> None:
 
 
 def test_a_weight_under_another_name_is_lifted_but_not_folded() -> None:
-    @with_layers(lambda: {"kernel": nn.Parameter(torch.randn(6, 4)), "norm": nn.BatchNorm1d(6)})
-    def Own(self, x: Tensor) -> Tensor:
-        return self.norm(F.linear(x, self.kernel))
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.norm = nn.Parameter(torch.randn(6, 4)), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(F.linear(x, self.kernel))
 
     model = Own()
     region = lifted(model)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.functional_layers import lift_functional_norms
 from tests.graph.passes.norms import with_statistics
-from tests.nets import with_layers
 
 
 class BatchNormAct(nn.BatchNorm2d):
@@ -101,9 +100,13 @@ def test_statistics_stay_one_after_a_move() -> None:
 
 
 def test_a_norm_called_twice_is_one_module() -> None:
-    @with_layers(lambda: {"norm": with_statistics(BatchNormAct(3))})
-    def Twice(self, x: Tensor) -> Tensor:
-        return self.norm(self.norm(x))
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = with_statistics(BatchNormAct(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x))
 
     model = Twice().eval()
     region = captured_and_normalized(model)

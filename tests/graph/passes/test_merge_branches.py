@@ -16,7 +16,6 @@ from sparsebit.graph.passes.merge_branches import merge_branches
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.quantization import QuantModel
 from tests.graph.passes.norms import with_statistics
-from tests.nets import with_layers
 from tests.quantization.tiny import qconfig
 
 
@@ -134,10 +133,14 @@ def test_a_term_that_is_there_twice() -> None:
 def test_layers_that_others_use_stay() -> None:
     shared = nn.Conv2d(4, 4, 1)
 
-    @with_layers(lambda: {"wide": nn.Conv2d(4, 4, 3, padding=1), "shared": shared})
-    def Twice(self, x: Tensor) -> Tensor:
-        y: Tensor = self.wide(x) + self.shared(x)
-        return self.shared(torch.relu(y))  # type: ignore[no-any-return]
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.shared = nn.Conv2d(4, 4, 3, padding=1), shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.wide(x) + self.shared(x)
+            return self.shared(torch.relu(y))  # type: ignore[no-any-return]
 
     class Read(Sum):
         def forward(self, x: Tensor) -> Tensor:

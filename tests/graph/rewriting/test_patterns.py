@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.rewriting.patterns import MatchingNode, SubgraphMatcher, is_type
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(3, 3, 1), "bn": nn.BatchNorm2d(3), "relu": nn.ReLU()})
-def Model(self, x: Tensor) -> Tensor:
-    y = self.relu(self.bn(self.conv(x)))
-    z = x.sigmoid() + self.conv(y)
-    return torch.cat([F.relu(z), y + y, y.mul(2)])
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn(self.conv(x)))
+        z = x.sigmoid() + self.conv(y)
+        return torch.cat([F.relu(z), y + y, y.mul(2)])
 
 
 def find(*nodes: MatchingNode, model: nn.Module | None = None, **options: Any) -> list[dict[str, str]]:

@@ -12,7 +12,6 @@ from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.example import guard
 from sparsebit.graph.rewriting.patterns import Match, MatchingNode
 from sparsebit.graph.rewriting.rewrite import ReplacePatternBase, insert_module_after, sweep
-from tests.nets import with_layers
 
 
 class DropDoubleRelu(ReplacePatternBase):
@@ -137,13 +136,18 @@ def test_sweep_keeps_effects_inputs_and_guards() -> None:
     assert graph_module.steps == 2
 
 
-@with_layers(lambda: {"plain": nn.Linear(4, 4), "watched": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
-def Unread(self, x: Tensor) -> Tensor:
+class Unread(nn.Module):
     """Results that are not read, of calls that do something besides."""
-    self.plain(x)
-    self.watched(x)
-    self.norm(x)
-    return x * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.watched, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain(x)
+        self.watched(x)
+        self.norm(x)
+        return x * 2
 
 
 def test_sweep_keeps_hooks_and_statistics() -> None:
@@ -204,10 +208,14 @@ def test_sweep_keeps_modules_with_code_of_their_own() -> None:
             self.calls += 1
             return x
 
-    @with_layers(lambda: {"counting": Counting()})
-    def Model(self, x: Tensor) -> Tensor:
-        self.counting(x)
-        return x * 2
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counting(x)
+            return x * 2
 
     graph_module = capture(Model()).regions[""].graph_module
     sweep(graph_module)

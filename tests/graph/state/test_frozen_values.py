@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.quantization.calibrating.model_state import require_captured_values
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -55,11 +54,16 @@ class Net(nn.Module):
         return y + self.late if hasattr(self, "late") else y  # type: ignore[no-any-return]
 
 
-@with_layers(lambda: {"net": Net()})
-def Around(self, x: Tensor) -> Tensor:
+class Around(nn.Module):
     """Runs its own code around a graph."""
-    y: Tensor = self.net(x)
-    return y if float(x.sum()) < 1e9 else y + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y if float(x.sum()) < 1e9 else y + 1
 
 
 def _set(path: str, value: Any) -> Callable[[Any], None]:
@@ -122,12 +126,16 @@ def test_a_changed_global_acts_and_is_named(gain: Callable[[float], None], caplo
 
 @torch.no_grad()
 def test_attributes_of_blocks_are_readable_and_values_that_no_code_reads_change_nothing() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8), "note": "a", "seen": None})
-    def Quiet(self, x: Tensor) -> Tensor:
-        if x.shape[0] < 3:
-            self.seen = x.shape  # which nothing reads
-        y: Tensor = self.fc(x)
-        return y
+    class Quiet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.note, self.seen = nn.Linear(8, 8), "a", None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] < 3:
+                self.seen = x.shape  # which nothing reads
+            y: Tensor = self.fc(x)
+            return y
 
     qmodel = calibrated(Quiet().eval(), [X], example_inputs=(X,))
     qmodel.model.note = "b"
@@ -244,10 +252,14 @@ def test_a_changed_value_inside_of_objects_acts(name: str) -> None:
 def test_values_that_the_code_keeps_by_itself_outside_are_no_change() -> None:
     masks: dict[int, float] = {}
 
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Caches(self, x: Tensor) -> Tensor:
-        masks.setdefault(len(x), 1.0)
-        return self.fc(x) * masks[len(x)]  # type: ignore[no-any-return]
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            masks.setdefault(len(x), 1.0)
+            return self.fc(x) * masks[len(x)]  # type: ignore[no-any-return]
 
     model = Caches().eval()
     model(X)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.state.outer_state import OuterState, undisturbed_outer_state
-from tests.nets import with_layers
 
 calls = 0
 outputs: list[Any] = []
@@ -289,9 +288,13 @@ LOADS = Loads(a=1)
 QUEUE = deque([1, 2], maxlen=2)
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4)})
-def ReadsTables(self, x: Tensor) -> Tensor:
-    return MAKES["gelu"](self.linear(x)) * len(LOADS) * len(QUEUE)  # type: ignore[no-any-return]
+class ReadsTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MAKES["gelu"](self.linear(x)) * len(LOADS) * len(QUEUE)  # type: ignore[no-any-return]
 
 
 class WritesTables(ReadsTables):

@@ -9,12 +9,15 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.capture import capture
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.tracer import LeafTracer
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"linear": nn.Linear(4, 4), "norms": nn.ModuleList([nn.LayerNorm(4)])})
-def Block(self, x: Tensor) -> Tensor:
-    return self.norms[0](self.linear(x))
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norms = nn.Linear(4, 4), nn.ModuleList([nn.LayerNorm(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[0](self.linear(x))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +123,13 @@ def test_one_read_per_parameter() -> None:
 
 @pytest.mark.parametrize("given", ["generator", "map iterator"])
 def test_a_forward_that_gives_values_later_is_named(given: str) -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-    def Later(self, x: Tensor) -> Any:
-        return (self.fc(y) for y in (x, x)) if given == "generator" else map(self.fc, (x, x))
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.fc(y) for y in (x, x)) if given == "generator" else map(self.fc, (x, x))
 
     captured = capture(Later(), example=((torch.randn(2, 4),), {}))
     assert f"returns or passes on a {given}" in captured.untraced[""].reason

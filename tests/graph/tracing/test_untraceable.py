@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import Captured, capture
-from tests.nets import with_layers
 
 
 class Doubled(torch.autograd.Function):
@@ -265,10 +264,14 @@ def test_a_parent_that_changes_its_childs_state_runs_its_own_code() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale
 
-    @with_layers(lambda: {"child": Child(), "linear": nn.Linear(8, 8)})
-    def Parent(self, x: Tensor) -> Tensor:
-        self.child.scale = self.child.scale + 1
-        return self.child(self.linear(x))
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child, self.linear = Child(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.child.scale = self.child.scale + 1
+            return self.child(self.linear(x))
 
     model, x = nn.Sequential(Parent()), torch.randn(2, 8)
     copy = captured(model, x, with_example=False)
@@ -301,10 +304,15 @@ def test_what_weights_alone_decide_may_be_kept_for_the_next_call() -> None:
 outside = nn.Linear(8, 8)
 
 
-@with_layers(lambda: {"linear": nn.Linear(8, 8)})
-def CallsOutside(self, x: Tensor) -> Tensor:
+class CallsOutside(nn.Module):
     """Its second layer is a global: no parameter of the model."""
-    return outside(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return outside(self.linear(x))
 
 
 class CallsUnregistered(CallsOutside):
@@ -332,9 +340,13 @@ def test_a_layer_outside_of_the_model_is_not_taken_into_the_copy(with_example: b
 
 
 def test_parameters_used_by_another_way_stay_alive() -> None:
-    @with_layers(lambda: {"linear": nn.Linear(8, 8)})
-    def Sums(self, x: Tensor) -> Tensor:
-        return self.linear(x) + sum(parameter.sum() for parameter in self.parameters())
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + sum(parameter.sum() for parameter in self.parameters())
 
     copy, x = captured(Sums(), torch.randn(2, 8), with_example=False), torch.randn(2, 8)
     assert "not read as an attribute" in copy.untraced[""].reason
@@ -345,9 +357,13 @@ def test_parameters_used_by_another_way_stay_alive() -> None:
     assert not torch.equal(copy.model(x), before)
 
 
-@with_layers(lambda: {"linear": nn.Linear(8, 8)})
-def Inner(self, x: Tensor) -> Tensor:
-    return torch.relu(self.linear(x))
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
 
 
 class Calls:

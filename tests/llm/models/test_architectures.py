@@ -20,7 +20,6 @@ from sparsebit.llm.models.architectures import (
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.skeleton import Skeleton
 from tests.llm.tiny_models import saved, tiny_model
-from tests.nets import with_layers
 
 TYPES = sorted(ARCHITECTURES)
 
@@ -76,9 +75,13 @@ def test_stacked_experts_are_refused() -> None:
 
 
 def test_a_layer_that_is_called_twice_is_refused() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-    def Twice(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.fc(x))  # type: ignore[no-any-return]
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.fc(x))  # type: ignore[no-any-return]
 
     block = Twice()
     with pytest.raises(ConfigError, match="calls fc more than once"):

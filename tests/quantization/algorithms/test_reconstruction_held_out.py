@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
 from sparsebit.quantization.algorithms.rounding import reconstruction
-from tests.nets import with_layers
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -101,10 +100,14 @@ def test_held_out_samples_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) 
 def test_samples_without_a_batch_dimension(count: int, is_judged: bool) -> None:
     """Each row depends on the others: a batch is one sample, and one alone is learned from."""
 
-    @with_layers(lambda: {"one": nn.Linear(8, 8), "two": nn.Linear(8, 4)})
-    def Centred(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.one(x))
-        return self.two(x - x.mean(0))
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.one(x))
+            return self.two(x - x.mean(0))
 
     torch.manual_seed(0)
     model, data = Centred().eval(), list(torch.randn(count, 12, 8))

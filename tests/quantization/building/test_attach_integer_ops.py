@@ -17,17 +17,21 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import register_quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.deploy.exported_files import optimized_ops
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, site, sites
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@with_layers(lambda: {"stem": nn.Conv2d(3, 8, 3), "left": nn.Conv2d(8, 8, 1), "right": nn.Conv2d(8, 8, 1, groups=2)})
-def Net(self, x: Tensor) -> Tensor:
+class Net(nn.Module):
     """A convolution + SiLU, a max pool whose output two convolutions read (no one could compute both), an add."""
-    x = F.max_pool2d(F.silu(self.stem(x)), 2)
-    return self.left(x) + self.right(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.silu(self.stem(x)), 2)
+        return self.left(x) + self.right(x)
 
 
 def layers(qmodel: QuantModel, kind: type[nn.Module]) -> list[nn.Module]:

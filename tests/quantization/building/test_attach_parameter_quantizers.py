@@ -13,7 +13,6 @@ from sparsebit.numerics import reference
 from sparsebit.numerics.spec import PerChannel, PerGroup
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, site, sites
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 6, 10
@@ -51,10 +50,15 @@ class Routed(nn.Module):
         return x + self.experts(x, self.router(x).argmax(-1))
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN))})
-def Batched(self, x: Tensor) -> Tensor:
+class Batched(nn.Module):
     """All experts at once, in products of stacks: this can be traced."""
-    return torch.bmm(x.unsqueeze(0).expand(NUM_EXPERTS, -1, -1), self.weight).sum(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.unsqueeze(0).expand(NUM_EXPERTS, -1, -1), self.weight).sum(0)
 
 
 class Gathered(Experts):
@@ -168,9 +172,13 @@ def test_without_an_example_a_sizeable_stack_is_a_weight() -> None:
 
 
 def test_what_no_product_reads_stays_float() -> None:
-    @with_layers(lambda: {"table": nn.Parameter(torch.randn(3, 8, 6)), "factor": nn.Parameter(torch.randn(6, 6))})
-    def Table(self, x: Tensor) -> Tensor:
-        return (x + self.table[int(x.argmax()) % 3]) @ self.factor
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.factor = nn.Parameter(torch.randn(3, 8, 6)), nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.table[int(x.argmax()) % 3]) @ self.factor
 
     coverage = QuantModel(Table(), qconfig(), example_inputs=torch.randn(8, 6)).coverage
     assert {p.name: p.format for p in coverage.parameters} == {"table": "float32", "factor": "int8"}
@@ -178,9 +186,13 @@ def test_what_no_product_reads_stays_float() -> None:
 
 
 def test_a_matrix_that_own_code_multiplies_with_is_quantized_per_output() -> None:
-    @with_layers(lambda: {"weight": nn.Parameter(torch.randn(6, 9))})
-    def Own(self, x: Tensor) -> Tensor:
-        return x @ self.weight if float(x.sum()) != 0.5 else x
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight if float(x.sum()) != 0.5 else x
 
     x = torch.randn(4, 6)
     assert site(QuantModel(Own(), weights_only(), example_inputs=x), "weight").spec.granularity == PerChannel(1)
@@ -189,9 +201,13 @@ def test_a_matrix_that_own_code_multiplies_with_is_quantized_per_output() -> Non
 
 
 def test_a_kernel_that_own_code_convolves_with() -> None:
-    @with_layers(lambda: {"kernel": nn.Parameter(torch.randn(6, 3, 3))})
-    def Own(self, x: Tensor) -> Tensor:
-        return F.conv1d(x, self.kernel) if float(x.sum()) != 0.5 else x
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(6, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv1d(x, self.kernel) if float(x.sum()) != 0.5 else x
 
     qmodel = QuantModel(Own(), weights_only(), example_inputs=torch.randn(2, 3, 8))
     assert site(qmodel, "kernel").spec.granularity == PerChannel(0)

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from sparsebit.errors import ConfigError
 from sparsebit.quantization import QIdentity, QuantModel, QuantOpr
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, calibrated, qconfig, site, sites
 
 
@@ -39,9 +38,13 @@ def test_functions_become_modules_under_their_nodes_name() -> None:
 
 
 def test_names_that_are_taken_are_avoided() -> None:
-    @with_layers(lambda: {"sigmoid": nn.Linear(4, 4)})
-    def Taken(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.sigmoid(x) * 2)
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sigmoid = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.sigmoid(x) * 2)
 
     qmodel, x = QuantModel(Taken(), qconfig()), torch.randn(2, 4)
     assert torch.equal(qmodel(x), qmodel.original(x))
@@ -95,9 +98,13 @@ def test_a_module_shared_by_graph_and_untraced_code_is_wrapped_once() -> None:
 
 
 def test_quantizer_names_are_unique() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-    def Twice(self, x: Tensor) -> Tensor:
-        return self.fc(self.fc(self.fc(x)))
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.fc(self.fc(x)))
 
     names = [q.name for q in QuantModel(Twice(), qconfig()).quantizers() if not q.fake_fused]
     assert sorted(names) == ["fc.input.0", "fc.input.0.2", "fc.input.0.3", "fc.weight"]
@@ -125,10 +132,14 @@ def test_weights_computed_on_the_way_are_observed_over_all_batches() -> None:
 
 
 def test_setters_of_an_input_that_others_read_name_its_quantizer() -> None:
-    @with_layers(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
-    def Shared(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        return self.b(y) - self.c(y)
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(y) - self.c(y)
 
     qmodel = calibrated(Shared(), [torch.randn(2, 4)])
     for bits in (4, 8):
@@ -140,11 +151,16 @@ def test_setters_of_an_input_that_others_read_name_its_quantizer() -> None:
 
 
 class TestSwitchesOfAnInputThatOthersQuantize:
-    @with_layers(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
-    def Shared(self, x: Tensor) -> Tensor:
+    class Shared(nn.Module):
         """`b` and `c` read one tensor, and `a` is called on two."""
-        y = self.a(self.a(x))
-        return self.b(y) - self.c(y)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(self.a(x))
+            return self.b(y) - self.c(y)
 
     def test_one_that_would_change_something_is_refused(self) -> None:
         qmodel, x = calibrated(self.Shared(), [torch.randn(2, 4)]), torch.randn(2, 4)

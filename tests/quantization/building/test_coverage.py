@@ -10,15 +10,18 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, calibrated, qconfig
 
 
-@with_layers(lambda: {"front": nn.Linear(6, 6), "middle": Opaque(), "tail": nn.Linear(3, 2)})
-def Mixed(self, x: Tensor) -> Tensor:
-    if self.training:
-        x = x + 1
-    return self.tail(torch.erf(self.middle(self.front(x))))
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.middle, self.tail = nn.Linear(6, 6), Opaque(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x + 1
+        return self.tail(torch.erf(self.middle(self.front(x))))
 
 
 def test_what_is_quantized_with_its_formats() -> None:
@@ -96,9 +99,13 @@ def test_complex_layers_are_float_and_say_why(opaque: bool) -> None:
 
 
 def test_a_complex_parameter_of_a_function_is_float() -> None:
-    @with_layers(lambda: {"factors": nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))})
-    def Filter(self, x: Tensor) -> Tensor:
-        return torch.fft.ifft(nn.functional.linear(torch.fft.fft(x), self.factors)).real
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.ifft(nn.functional.linear(torch.fft.fft(x), self.factors)).real
 
     coverage = calibrated(Filter().eval(), [torch.randn(4, 8)]).coverage
     assert coverage.parameter_fraction == 0.0 and not coverage.quantized
@@ -145,11 +152,15 @@ def test_float_parameters_have_the_reason_of_what_keeps_them_float() -> None:
     (lambda x: x.detach().neg_(), False), (lambda x: x.data.neg(), False),
 ])  # fmt: skip
 def test_a_write_that_autograd_does_not_see_is_told(write: Callable[[Tensor], Tensor], is_told: bool) -> None:
-    @with_layers(lambda: {"layer": nn.Linear(4, 4)})
-    def Net(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        write(x)
-        return y
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            write(x)
+            return y
 
     notes = " ".join(QuantModel(Net(), qconfig(bits=8)).coverage.notes)
     assert ("writes through .data" in notes) == is_told

@@ -13,7 +13,6 @@ from sparsebit.errors import CaptureError, CheckpointError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.building.stages import attach, capture, make_plan, prepare, transform
 from sparsebit.quantization.quantizers.base import Quantizer
-from tests.nets import with_layers
 from tests.quantization.tiny import ConvBnRelu, calibrated, qconfig, run, sites
 
 X = torch.randn(5, 4)
@@ -41,9 +40,13 @@ def broken(graph_module: fx.GraphModule) -> None:
     raise ZeroDivisionError("no")
 
 
-@with_layers(lambda: {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3)})
-def Mlp(self, x: torch.Tensor) -> torch.Tensor:
-    return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
 
 
 def test_each_by_itself() -> None:

@@ -16,7 +16,6 @@ from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
 
 OBSERVERS = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
@@ -129,9 +128,13 @@ class TestData:
 
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_several_inputs_by_position_name_and_dict(self, asym: bool) -> None:
-        @with_layers(lambda: {"a": nn.Linear(6, 4), "b": nn.Linear(3, 4)})
-        def Two(self, x: Tensor, pair: dict[str, Tensor], scale: float = 1.0) -> Tensor:
-            return self.a(x) * self.b(pair["y"]) * scale
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 4), nn.Linear(3, 4)
+
+            def forward(self, x: Tensor, pair: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+                return self.a(x) * self.b(pair["y"]) * scale
 
         model, x, y = Two(), torch.randn(4, 6), torch.randn(4, 3)
         results = []
@@ -146,10 +149,14 @@ class TestData:
 
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_optional_inputs_first_shown_in_calibration(self, asym: bool) -> None:
-        @with_layers(lambda: {"fc": nn.Linear(6, 4)})
-        def Masked(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            x = self.fc(x)
-            return x if mask is None else torch.sigmoid(x * mask)
+        class Masked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(6, 4)
+
+            def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+                x = self.fc(x)
+                return x if mask is None else torch.sigmoid(x * mask)
 
         model, x, mask = Masked(), torch.randn(4, 6), torch.rand(4, 1)
         qmodel = QuantModel(model, qconfig())
@@ -295,9 +302,13 @@ class TestAsym:
         assert site(plain, "second.input").scale != site(asym, "second.input").scale
 
     def test_functional_weights_obey_w_quant(self) -> None:
-        @with_layers(lambda: {"w": nn.Parameter(torch.randn(4, 6)), "v": nn.Parameter(torch.randn(3, 4))})
-        def Functional(self, x: Tensor) -> Tensor:
-            return F.linear(F.linear(x, self.w), self.v)
+        class Functional(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w, self.v = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(3, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.linear(F.linear(x, self.w), self.v)
 
         model, x = Functional(), torch.randn(8, 6)
         qmodel = QuantModel(model, qconfig(bits=3))
@@ -322,11 +333,15 @@ class TestAsym:
 
 
 class TestNeverObserved:
-    @with_layers(lambda: {"used": nn.Linear(6, 3), "unused": nn.Linear(6, 3)})
-    def Half(self, x: Tensor, which: bool = True) -> Tensor:
-        if float(x.abs().max()) > 1e6:
-            return self.unused(x)
-        return self.used(x)
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, which: bool = True) -> Tensor:
+            if float(x.abs().max()) > 1e6:
+                return self.unused(x)
+            return self.used(x)
 
     def test_goes_off_and_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, logger="sparsebit"):
@@ -357,12 +372,17 @@ class TestNeverObserved:
         assert {"used.input", "unused.input"} <= sites(qmodel)
 
 
-@with_layers(lambda: {"fc": nn.Linear(4, 4)})
-def Ranked(self, x: Tensor) -> Tensor:
+class Ranked(nn.Module):
     """Captured for matrices; everything else runs its own code."""
-    if x.dim() == 3:
-        x = x.mean(1)
-    return torch.sigmoid(self.fc(x)) * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            x = x.mean(1)
+        return torch.sigmoid(self.fc(x)) * 2
 
 
 def test_asym_without_a_batch_of_the_captured_form_is_an_error() -> None:
@@ -376,9 +396,13 @@ def test_asym_without_a_batch_of_the_captured_form_is_an_error() -> None:
 
 
 def test_calibration_that_shows_no_quantizer_anything_is_an_error() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-    def Integers(self, x: Tensor) -> Tensor:
-        return self.fc(x) if x.is_floating_point() else x + 1
+    class Integers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.is_floating_point() else x + 1
 
     qmodel = QuantModel(Integers(), qconfig(), example_inputs=torch.randn(2, 4))
     qmodel.prepare_calibration()

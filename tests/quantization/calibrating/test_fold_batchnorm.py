@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, calibrated, qconfig, run, simulated, site
 from tests.quantization.tiny_training import Net, data, ready, train
 
@@ -88,9 +87,13 @@ def test_the_statistics_fit_the_quantized_network() -> None:
 
 
 def test_momentum_of_the_user_is_kept_for_norms_that_stay() -> None:
-    @with_layers(lambda: {"bn": nn.BatchNorm2d(3, momentum=0.3), "conv": nn.Conv2d(3, 4, 1)})
-    def Alone(self, x: Tensor) -> Tensor:
-        return self.conv(self.bn(x))
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.conv = nn.BatchNorm2d(3, momentum=0.3), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.bn(x))
 
     qmodel = tuned(Alone().eval(), torch.randn(2, *SHAPE))
     (norm,) = norms(qmodel)

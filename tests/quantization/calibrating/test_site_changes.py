@@ -20,7 +20,6 @@ from sparsebit.quantization import Plan, Quantizer, QuantModel, register_quantiz
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer
 from sparsebit.quantization.quantizers.lsq import LSQ
 from sparsebit.registry import QUANTIZERS
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, calibrated, prepared, qconfig
 
 X = torch.randn(4, 3, 16, 16)
@@ -45,9 +44,13 @@ class Functional(nn.Module):
         return F.relu(F.conv2d(x, self.weight * 1, self.bias) + self.conv(x))
 
 
-@with_layers(lambda: {"gru": nn.GRU(4, 8, batch_first=True), "fc": nn.Linear(8, 3)})
-def Recurrent(self, x: Tensor) -> Any:
-    return self.fc(self.gru(x)[0])
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.fc = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(self.gru(x)[0])
 
 
 class TestOriginal:

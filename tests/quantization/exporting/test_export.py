@@ -19,7 +19,6 @@ from sparsebit.errors import CalibrationError, DeploymentError, MissingExtraErro
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting.export import export_call
 from tests.deploy.exported_files import EXACT, differences, initializers, op_types, opset, types, worst
-from tests.nets import with_layers
 from tests.quantization.tiny import ConvBnRelu, Opaque, Residual, TwoLayers, calibrated, qconfig
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -230,10 +229,15 @@ def test_int4_files_of_linears_are_a_seventh(tmp_path: Path) -> None:
 # --- what the model is
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(6)), "fc": nn.Linear(6, 6)})
-def Leaf(self, x: Tensor) -> Tensor:
+class Leaf(nn.Module):
     """A loop over a shape: torch.fx cannot follow it, torch.export can."""
-    return self.fc(torch.stack([x[:, column] * self.weight[column] for column in range(x.shape[1])], 1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.fc = nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.stack([x[:, column] * self.weight[column] for column in range(x.shape[1])], 1))
 
 
 def around(middle: nn.Module) -> nn.Module:
@@ -343,10 +347,14 @@ def test_the_signature_is_the_specs() -> None:
     assert [parameter.default for parameter in parameters[6:8]] == [False, False]
 
 
-@with_layers(lambda: {"fc": nn.Linear(6, 6)})
-def Options(self, x: Any, other: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
-    x = x["x"] if isinstance(x, dict) else x
-    return self.fc(x) * factor if other is None else self.fc(x + other) * factor
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Any, other: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
+        x = x["x"] if isinstance(x, dict) else x
+        return self.fc(x) * factor if other is None else self.fc(x + other) * factor
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,18 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting import export_checks
 from sparsebit.quantization.exporting.export_checks import check_parity, check_rules, compare_model
 from sparsebit.quantization.exporting.stored_parameters import stored_difference
-from tests.nets import with_layers
 from tests.quantization.tiny import MaskFirst, calibrated, masked_batches, qconfig
 
 X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
 
-@with_layers(lambda: {"first": nn.Conv2d(3, 6, 3), "second": nn.Conv2d(6, 6, 3), "head": nn.Linear(6, 5)})
-def Net(self, x: Tensor) -> Tensor:
-    return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
 
 
 class Swish(nn.Module):
@@ -251,9 +254,13 @@ def test_the_batch_that_differs_is_looked_into(ort: Made, tmp_path: Path) -> Non
         ort.qmodel.check_onnx(file, [torch.zeros_like(X), X])
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(3, 4, 3)})
-def Roots(self, x: Tensor) -> Tensor:
-    return torch.sqrt(self.conv(x))
+class Roots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(self.conv(x))
 
 
 def test_nan_on_both_sides_is_refused(tmp_path: Path) -> None:
@@ -334,10 +341,14 @@ def test_a_file_that_does_not_pass_leaves_the_older_one(ort: Made, tmp_path: Pat
     assert os.listdir(tmp_path) == ["m.onnx"]
 
 
-@with_layers(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-def Several(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-    total = self.a(x) + self.b(torch.where(mask, x, 2 * x))
-    return {"total": total * scale, "best": total.argmax(1), "is_high": total > 0}
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        total = self.a(x) + self.b(torch.where(mask, x, 2 * x))
+        return {"total": total * scale, "best": total.argmax(1), "is_high": total > 0}
 
 
 def test_inputs_are_matched_by_their_names_not_their_order(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from sparsebit.quantization.exporting.export_constants import ConstantSite, quan
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.registry import QUANTIZERS
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -199,9 +198,13 @@ def test_a_computed_weight_has_the_codes_of_the_simulation(tmp_path: Path) -> No
 
 
 def test_a_weight_that_an_input_changes_is_no_constant() -> None:
-    @with_layers(lambda: {"kernel": nn.Parameter(torch.randn(4, 3, 1, 1))})
-    def Mixed(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.kernel * x.mean())
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(4, 3, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, self.kernel * x.mean())
 
     x = torch.randn(2, 3, 4, 4)
     qmodel = calibrated(Mixed(), [x])

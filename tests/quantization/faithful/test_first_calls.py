@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.quantization import QuantModel, apply_algorithms
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -31,10 +30,14 @@ class Folded(nn.Module):
         return x if x.shape[0] == 1 else self.norm(x) if x.shape[0] > 2 else self.norm(x) + 1.0
 
 
-@with_layers(lambda: {"wide": nn.Conv2d(3, 8, 3, padding=1), "narrow": nn.Conv2d(3, 8, 1)})
-def Merged(self, x: Tensor) -> Tensor:
-    y: Tensor = self.narrow(x) if x.shape[0] == 1 else self.wide(x) + self.narrow(x)
-    return y if x.shape[0] > 2 else y + 1.0
+class Merged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(x) if x.shape[0] == 1 else self.wide(x) + self.narrow(x)
+        return y if x.shape[0] > 2 else y + 1.0
 
 
 @pytest.mark.parametrize("make", [Folded, Merged])

@@ -20,7 +20,6 @@ from sparsebit.graph.checking.outcome import tensor_at
 from sparsebit.graph.checking.verification import Reference
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.faithful import gradient_check, proof
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, prepared, qconfig
 
 
@@ -127,15 +126,23 @@ def test_verification_can_be_left_out_and_is_told() -> None:
 
 
 def test_code_that_sees_wrapped_layers_by_their_type_is_left_untouched() -> None:
-    @with_layers(lambda: {"layers": nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)])})
-    def Picky(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) if type(layer) is nn.Linear else x
-        return x if x.sum() > 1e9 else x + 1
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)])
 
-    @with_layers(lambda: {"a": nn.Linear(8, 8), "picky": Picky()})
-    def Outer(self, x: Tensor) -> Tensor:
-        return self.picky(self.a(x))
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if type(layer) is nn.Linear else x
+            return x if x.sum() > 1e9 else x + 1
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.picky = nn.Linear(8, 8), Picky()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.picky(self.a(x))
 
     model, x = Outer().eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=16))
@@ -144,11 +151,15 @@ def test_code_that_sees_wrapped_layers_by_their_type_is_left_untouched() -> None
 
 
 def test_own_code_asks_isinstance_of_wrapped_layers() -> None:
-    @with_layers(lambda: {"layers": nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)])})
-    def Asking(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) if isinstance(layer, (nn.Linear, nn.BatchNorm1d, nn.ReLU)) else x * 0
-        return x if x.sum() > 1e9 else x + 1
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if isinstance(layer, (nn.Linear, nn.BatchNorm1d, nn.ReLU)) else x * 0
+            return x if x.sum() > 1e9 else x + 1
 
     model, x = Asking().eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=16), verify=False)
@@ -184,9 +195,13 @@ def test_the_users_model_and_the_random_numbers_are_left_alone() -> None:
 def test_a_model_that_differs_from_itself_is_told_and_runs_its_own_code() -> None:
     clock = functools.partial(next, itertools.count())
 
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Clock(self, x: Tensor) -> Tensor:
-        return self.fc(x) + clock()
+    class Clock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + clock()
 
     x = torch.randn(2, 8)
     qmodel = QuantModel(nn.Sequential(nn.Linear(8, 8), Clock()).eval(), qconfig(), example_inputs=x)
@@ -200,10 +215,14 @@ def test_a_model_that_differs_from_itself_is_told_and_runs_its_own_code() -> Non
 def test_code_that_asks_for_the_dtype_is_no_rounding(with_example: bool) -> None:
     """In float64 the copy is right: that proves nothing for float32."""
 
-    @with_layers(lambda: {"one": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
-    def Asks(self, x: Tensor) -> Tensor:
-        is_float = not isinstance(x, fx.Proxy) and x.dtype == torch.float32
-        return self.one(x) if is_float else self.other(x)
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_float = not isinstance(x, fx.Proxy) and x.dtype == torch.float32
+            return self.one(x) if is_float else self.other(x)
 
     model, x = Asks().eval(), torch.randn(4, 8)
     qmodel = QuantModel(model, qconfig(), example_inputs=x if with_example else None)
@@ -269,11 +288,15 @@ def test_folding_leaves_hooked_layers_alone(kind: str, place: str) -> None:
 
 
 def test_a_folded_norm_gives_its_input_in_train_mode_too() -> None:
-    @with_layers(lambda: {"conv": nn.Conv2d(3, 4, 1), "norm": nn.BatchNorm2d(4)})
-    def Guarded(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 2:
-            return self.norm(self.conv(x))
-        return self.norm(self.conv(x)) + 0
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 2:
+                return self.norm(self.conv(x))
+            return self.norm(self.conv(x)) + 0
 
     model = Guarded().eval()
     qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": True}), example_inputs=torch.randn(2, 3, 4, 4)).train()
@@ -291,17 +314,26 @@ class Reversed(torch.autograd.Function):
         return -grad
 
 
-@with_layers(lambda: {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
-def Adversarial(self, x: Tensor) -> Tensor:
+class Adversarial(nn.Module):
     """Its value is right in a graph, its gradient is not."""
-    x = self.a(x)
-    x = x if isinstance(x, fx.Proxy) else Reversed.apply(x)
-    return self.b(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = x if isinstance(x, fx.Proxy) else Reversed.apply(x)
+        return self.b(x)
 
 
-@with_layers(lambda: {"stem": nn.Linear(8, 8), "inner": Adversarial(), "head": nn.Linear(8, 2)})
-def Head(self, x: Tensor) -> Tensor:
-    return self.head(torch.relu(self.inner(self.stem(x))))
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(8, 8), Adversarial(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.inner(self.stem(x))))
 
 
 def test_gradients_that_differ_are_traced_to_their_module() -> None:
@@ -354,13 +386,17 @@ def test_trained_weights_have_nothing_to_be_compared_with() -> None:
 
 
 def test_own_code_may_index_and_iterate_over_a_captured_container() -> None:
-    @with_layers(lambda: {"seq": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))})
-    def Slicing(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e9 or not isinstance(self.seq, nn.Sequential) or self.seq[0] not in self.seq:
-            return x
-        for layer in self.seq[:2]:
-            x = layer(x)
-        return self.seq[-1](x) + len(self.seq) + len(list(self.seq))
+    class Slicing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seq = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9 or not isinstance(self.seq, nn.Sequential) or self.seq[0] not in self.seq:
+                return x
+            for layer in self.seq[:2]:
+                x = layer(x)
+            return self.seq[-1](x) + len(self.seq) + len(list(self.seq))
 
     model, x = Slicing().eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=16), verify=False)
@@ -385,9 +421,13 @@ def test_own_code_that_takes_half_of_a_folded_pair_is_noticed() -> None:
 
 
 def test_changed_weights_are_not_lost_in_a_new_capture() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Optional(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        return self.fc(x) if gain is None else self.fc(x) * gain
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+            return self.fc(x) if gain is None else self.fc(x) * gain
 
     qmodel, x = QuantModel(Optional().eval(), qconfig()), torch.randn(4, 8)
     qmodel(x, gain=x)  # captured again
@@ -416,10 +456,14 @@ def test_a_compiled_model_is_compared_and_quantized_as_what_was_compiled(inner: 
 
 
 def test_parameters_of_an_untouched_module_are_not_quantized() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8), "table": nn.Parameter(torch.randn(8, 8))})
-    def Picky(self, x: Tensor) -> Tensor:
-        x = self.fc(x) if type(self.fc) is nn.Linear else x
-        return x @ self.table if x.sum() < 1e9 else x
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.fc(x) if type(self.fc) is nn.Linear else x
+            return x @ self.table if x.sum() < 1e9 else x
 
     model, x = Picky().eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=2), example_inputs=x)
@@ -464,9 +508,13 @@ def test_statistics_of_batch_norms_are_compared_in_train_mode() -> None:
 
 
 def test_a_copy_of_a_copy_with_a_patched_forward_has_layers_of_its_own() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Patched(self, x: Tensor) -> Tensor:
-        return self.fc(x) if x.sum() < 1e9 else x
+    class Patched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.sum() < 1e9 else x
 
     model, x = nn.Sequential(Patched()).eval(), torch.randn(4, 8)
     plain = model[0].forward
@@ -483,12 +531,17 @@ def test_a_copy_of_a_copy_with_a_patched_forward_has_layers_of_its_own() -> None
     torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=0)
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8)})
-def AsksForType(self, x: Tensor) -> Tensor:
+class AsksForType(nn.Module):
     """Its own code sees that layers are wrapped."""
-    if x.sum() > 1e9:
-        x = x / 2
-    return self.fc(x) if type(self.fc) is nn.Linear else x - self.fc(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
+        return self.fc(x) if type(self.fc) is nn.Linear else x - self.fc(x)
 
 
 class AsksForChildren(AsksForType):
@@ -580,10 +633,14 @@ class Box:
     number = 0
 
 
-@with_layers(lambda: {"fc": nn.Linear(8, 8), "box": Box()})
-def Boxed(self, x: Tensor) -> Tensor:
-    self.box.number += 1
-    return self.fc(x) * self.box.number
+class Boxed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.box = nn.Linear(8, 8), Box()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box.number += 1
+        return self.fc(x) * self.box.number
 
 
 class WithOption(nn.Module):
@@ -712,10 +769,14 @@ def test_own_code_is_compared_too_where_the_copy_has_changed_since_it_was_built(
 def test_code_that_asks_whether_a_tensor_has_a_gradient_keeps_its_own_code(name: str) -> None:
     """`is None` of a traced value is never true; on the first batch both branches may give the same."""
 
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Asking(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y.clamp(max=100.0) if getattr(y, name) is None else y
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            return y.clamp(max=100.0) if getattr(y, name) is None else y
 
     model = Asking().eval()
     qmodel = QuantModel(model, qconfig())
@@ -736,9 +797,13 @@ def test_own_code_inside_that_is_called_in_another_way_is_compared_at_its_first_
 
 
 def test_own_code_inside_that_fails_with_quantized_layers_is_refused() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8)})
-    def Names(self, x: Tensor) -> Tensor:
-        return self.fc(x) if len(x) == 4 else {nn.Linear: self.fc}[type(self.fc)](x)
+    class Names(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if len(x) == 4 else {nn.Linear: self.fc}[type(self.fc)](x)
 
     class Around(AsksWithin):
         def __init__(self) -> None:
@@ -753,9 +818,13 @@ def test_own_code_inside_that_fails_with_quantized_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("place", ["root", "nested"])
 def test_frozen_norms_in_train_mode_are_no_difference(place: str) -> None:
-    @with_layers(lambda: {"fc": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8)})
-    def Normed(self, x: Tensor) -> Tensor:
-        return self.norm(self.fc(x.reshape(len(x), 8) if len(x) == 4 else x * 1))
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.fc(x.reshape(len(x), 8) if len(x) == 4 else x * 1))
 
     class Around(AsksWithin):
         def __init__(self) -> None:
@@ -800,10 +869,14 @@ def test_a_hook_runs_once_where_a_guard_fails_behind_it() -> None:
 
 
 def test_observing_the_example_leaves_state_and_inputs_alone() -> None:
-    @with_layers(lambda: {"weight": nn.Parameter(torch.randn(8, 8)), "calls": 0})
-    def Counts(self, x: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
-        return y.mul_(x @ self.weight) + self.calls
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.randn(8, 8)), 0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return y.mul_(x @ self.weight) + self.calls
 
     model, x, y = Counts().eval(), torch.randn(4, 8), torch.randn(4, 8)
     given = y.clone()
@@ -813,12 +886,17 @@ def test_observing_the_example_leaves_state_and_inputs_alone() -> None:
     assert "returns another result" not in str(qmodel.coverage)
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 4)), "last": torch.zeros(4)})
-def Remembers(self, x: Tensor) -> Tensor:
+class Remembers(nn.Module):
     """Adds the mean of the last call, which is a plain attribute, and reads a weight in its own code."""
-    y = torch.einsum("...i,ij->...j", x, self.weight) + self.last
-    self.last = x.detach().reshape(-1, 4).mean(0)
-    return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(4, 4)), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("...i,ij->...j", x, self.weight) + self.last
+        self.last = x.detach().reshape(-1, 4).mean(0)
+        return y
 
 
 def test_a_state_that_earlier_calls_have_moved_is_no_difference() -> None:
@@ -834,10 +912,14 @@ def test_a_state_that_earlier_calls_have_moved_is_no_difference() -> None:
     assert "changes the attribute 'last'" in str(qmodel.coverage)
 
 
-@with_layers(lambda: {"linear": nn.Linear(8, 8), "generator": torch.Generator().manual_seed(1)})
-def OwnGenerator(self, x: Tensor) -> Tensor:
-    y: Tensor = self.linear(x) + torch.randn(x.shape, generator=self.generator)
-    return y
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + torch.randn(x.shape, generator=self.generator)
+        return y
 
 
 @pytest.mark.parametrize("settings", [{}, {"example_inputs": torch.ones(4, 8)}], ids=["without an example", "example"])

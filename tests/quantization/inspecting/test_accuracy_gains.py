@@ -13,7 +13,6 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel, gptq
 from sparsebit.quantization.inspecting.accuracy_gains import FloatLayers
 from sparsebit.quantization.inspecting.class_scores import LABELS
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
 
 
@@ -68,10 +67,15 @@ def test_scores_are_those_of_the_layer_in_float(qmodel: QuantModel) -> None:
     assert "these 2 together" in str(found) and "float 1.0000" in str(found)
 
 
-@with_layers(lambda: {"loud": nn.Linear(6, 4), "quiet": nn.Linear(6, 4)})
-def Hidden(self, x: Tensor) -> Tensor:
+class Hidden(nn.Module):
     """The output hardly depends on `loud`, whose own error is the largest."""
-    return self.quiet(x) + 1e-3 * self.loud(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.quiet = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quiet(x) + 1e-3 * self.loud(x)
 
 
 def test_the_layers_that_matter_to_the_outputs_are_tried() -> None:

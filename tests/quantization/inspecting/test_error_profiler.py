@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, simulated, site
 
 
@@ -100,9 +99,13 @@ def test_quantizers_that_stand_alone_are_listed_by_site() -> None:
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_a_layer_called_twice_is_averaged(is_async: bool) -> None:
-    @with_layers(lambda: {"fc": nn.Linear(6, 6)})
-    def Twice(self, x: Tensor) -> Tensor:
-        return self.fc(self.fc(x))
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.fc(x))
 
     qmodel = calibrated(Twice(), [torch.randn(4, 6)], qconfig(bits=4))
     assert qmodel.get_quantization_error(torch.randn(4, 6), is_async=is_async)["fc"] > 0

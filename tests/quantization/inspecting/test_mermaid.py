@@ -3,12 +3,15 @@ from __future__ import annotations
 from torch import Tensor, fx, nn
 
 from sparsebit.quantization.inspecting.mermaid import to_mermaid
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"end": nn.Linear(2, 2)})
-def Model(self, x: Tensor) -> Tensor:
-    return self.end(x) + x
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(x) + x
 
 
 def test_mermaid() -> None:

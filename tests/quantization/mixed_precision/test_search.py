@@ -20,7 +20,6 @@ from sparsebit.quantization import (
     sensitivity,
 )
 from sparsebit.quantization.mixed_precision.site_facts import facts_of
-from tests.nets import with_layers
 from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 
 pytest.importorskip("scipy")
@@ -257,12 +256,17 @@ def test_scores_that_are_all_zero_are_told() -> None:
         search_bits(calibrated(model=model), batches(), {"weight_bits": 4}, weight_bits=(2, 4), method="sqnr")
 
 
-@with_layers(lambda: {"block": Block(3), "head": nn.Linear(3, 4)})
-def Opaque(self, x: Tensor) -> Tensor:
+class Opaque(nn.Module):
     """Its branch depends on the data: what is inside has a graph of its own."""
-    if x.abs().max() > 100:
-        x = x / 2
-    return self.head(self.block(x).mean((2, 3)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            x = x / 2
+        return self.head(self.block(x).mean((2, 3)))
 
 
 def test_graphs_inside_of_code_that_cannot_be_traced() -> None:

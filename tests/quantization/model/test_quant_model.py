@@ -13,18 +13,22 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, parse_qconfig
-from tests.nets import with_layers
 from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, prepared, qconfig, run, site, sites
 
 IMAGES = (2, 3, 8, 8)
 
 
-@with_layers(lambda: {"fc": nn.Linear(6, 6), "norm": nn.LayerNorm(6)})
-def Guarded(self, x: Tensor) -> dict[str, Tensor]:
+class Guarded(nn.Module):
     """Branches on a shape: captured for the example's, other shapes run its own code."""
-    if x.shape[0] == 2:
-        x = x * 1.5
-    return {"y": self.norm(self.fc(x)), "x": x}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if x.shape[0] == 2:
+            x = x * 1.5
+        return {"y": self.norm(self.fc(x)), "x": x}
 
 
 MODELS = {
@@ -231,9 +235,13 @@ class TestCalls:
 
     @pytest.mark.parametrize("is_training", [False, True])
     def test_another_form_keeps_the_mode_of_the_model(self, is_training: bool) -> None:
-        @with_layers(lambda: {"norm": nn.BatchNorm1d(6)})
-        def Shifted(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            return self.norm(x) if shift is None else self.norm(x) + shift
+        class Shifted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(6)
+
+            def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+                return self.norm(x) if shift is None else self.norm(x) + shift
 
         model, x = Shifted().train(is_training), torch.randn(4, 6)
         qmodel = QuantModel(model, qconfig())
@@ -295,9 +303,13 @@ class TestLookingInside:
         assert "n_x --> n_stem_conv" in text
 
     def test_mermaid_of_several_graphs(self) -> None:
-        @with_layers(lambda: {"a": TwoLayers(), "b": TwoLayers()})
-        def Outer(self, x: Tensor) -> Tensor:
-            return self.a(x) if float(x.sum()) > 0 else self.b(x)
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = TwoLayers(), TwoLayers()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x) if float(x.sum()) > 0 else self.b(x)
 
         text = QuantModel(Outer(), qconfig()).dump_mermaid()
         assert text.count("flowchart TD") == 2 and "%% a\n" in text and "%% b\n" in text

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sparsebit.errors import CaptureError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.planning.float_reasons import UNCALLED
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -37,9 +36,13 @@ class ByIndex(nn.Module):
         return y
 
 
-@with_layers(lambda: {"laterals": nn.ModuleList(_linear() for _ in range(3))})
-def Levels(self, xs: list[Tensor]) -> Tensor:
-    return torch.stack([lateral(x) for lateral, x in zip(self.laterals, xs, strict=False)]).sum(0)
+class Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.laterals = nn.ModuleList(_linear() for _ in range(3))
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return torch.stack([lateral(x) for lateral, x in zip(self.laterals, xs, strict=False)]).sum(0)
 
 
 class OwnLinear(nn.Linear):
@@ -103,17 +106,26 @@ class Unused(nn.Module):
         return y if context is None else y + self.context(context)
 
 
-@with_layers(lambda: {"fc": _linear(), "rnn": nn.LSTM(8, 8, batch_first=True)})
-def Recurrent(self, x: Tensor) -> Tensor:
-    y: Tensor = self.fc(x) if x.shape[0] > 2 else self.rnn(x[None])[0][0]
-    return y
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.rnn = _linear(), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) if x.shape[0] > 2 else self.rnn(x[None])[0][0]
+        return y
 
 
-@with_layers(lambda: {"first": Block(), "second": Block()})
-def DataDependent(self, x: Tensor) -> Tensor:
+class DataDependent(nn.Module):
     """Runs its own code; the blocks inside are graphs."""
-    y: Tensor = self.first(x)
-    return y if float(y.sum()) < 1e9 else self.second(y)  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y if float(y.sum()) < 1e9 else self.second(y)  # type: ignore[no-any-return]
 
 
 # A model, the call that it is captured with, and calls that take other paths.

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerKernel, IntegerLayer, with_gradient_of
-from tests.nets import with_layers
 from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -99,9 +98,13 @@ def test_double_precision_takes_the_plain_way() -> None:
 
 @pytest.mark.parametrize("broadcast", [(1, 4, 1, 1), (4, 1, 1)], ids=["one_per_channel", "fewer_dimensions"])
 def test_an_add_that_broadcasts_takes_the_plain_way(broadcast: tuple[int, ...]) -> None:
-    @with_layers(lambda: {"conv": nn.Conv2d(3, 4, 3, padding=1), "gate": nn.Conv2d(3, 4, 1)})
-    def Adds(self, x: Tensor) -> Tensor:
-        return self.conv(x) + F.adaptive_avg_pool2d(self.gate(x), 1)[:1].reshape(broadcast)
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.gate = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) + F.adaptive_avg_pool2d(self.gate(x), 1)[:1].reshape(broadcast)
 
     x = torch.randn(2, 3, 6, 6)
     qmodel = calibrated(Adds(), [x], qconfig(backend="onnxruntime"))

@@ -13,7 +13,6 @@ from sparsebit.numerics import reference
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, prepared, qconfig, site, sites
 
 WEIGHT_ONLY = {"A.QUANTIZER.DISABLE": True}
@@ -37,16 +36,24 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
-@with_layers(lambda: {"lstm": nn.LSTMCell(5, 5), "gru": nn.GRUCell(5, 5), "rnn": nn.RNNCell(5, 5)})
-def Cells(self, x: Tensor) -> Tensor:
-    hidden, _ = self.lstm(x)
-    return self.rnn(self.gru(hidden))
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(5, 5), nn.GRUCell(5, 5), nn.RNNCell(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x)
+        return self.rnn(self.gru(hidden))
 
 
-@with_layers(lambda: {"layer": nn.LSTM(5, 6, batch_first=True)})
-def Packed(self, x: Tensor, lengths: Tensor) -> Tensor:
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
 
 
 def rounded(model: nn.Module, qmodel: QuantModel) -> nn.Module:

@@ -19,7 +19,6 @@ from sparsebit.quantization import (
     QuantOpr,
     register_qmodule,
 )
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, simulated, site, sites
 
 
@@ -109,9 +108,13 @@ class TestRegister:
         assert torch.equal(qmodel(x, y), torch.hypot(one, other) * 2)
 
     def test_ones_own_weighted_layer(self) -> None:
-        @with_layers(lambda: {"gain": nn.Parameter(torch.randn(4, 6))})
-        def Scaled(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.gain)
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gain = nn.Parameter(torch.randn(4, 6))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.linear(x, self.gain)
 
         @register_qmodule(sources=[Scaled], weight="gain")
         class QScaled(QuantOpr):
@@ -160,9 +163,13 @@ class TestRegister:
             register_qmodule(sources=[3])(QThree)
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
-def ByFunction(self, x: Tensor) -> Tensor:
-    return F.linear(x[:, :1], self.weight, self.weight[0])
+class ByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[:, :1], self.weight, self.weight[0])
 
 
 class Frozen(nn.Module):
@@ -280,9 +287,13 @@ class TestFirstSparsebit:
         torch.testing.assert_close(qmodel(x), x.erf())
 
     def test_a_constructor_with_the_module_and_a_config(self) -> None:
-        @with_layers(lambda: {"gain": 3.0})
-        def Gain(self, x: Tensor) -> Tensor:
-            return self.gain * x
+        class Gain(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gain = 3.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.gain * x
 
         @register_qmodule(sources=[Gain])
         class QGain(QuantOpr):

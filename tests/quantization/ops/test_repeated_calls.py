@@ -14,18 +14,25 @@ from torch import Tensor, nn
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, site
 
 
-@with_layers(lambda: {"layer": nn.Linear(16, 16), "last": nn.Linear(16, 4)})
-def Twice(self, x: Tensor) -> Tensor:
-    return self.last(torch.relu(self.layer(torch.relu(self.layer(x)))))
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
 
-@with_layers(lambda: {"layer": nn.Conv2d(8, 8, 3, padding=1)})
-def ThreeTimes(self, x: Tensor) -> Tensor:
-    return self.layer(torch.relu(self.layer(torch.relu(self.layer(x)))))
+class ThreeTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
 
 class Branches(nn.Module):
@@ -129,11 +136,15 @@ def test_gradients_are_those_of_the_plain_layer() -> None:
 
 
 def test_a_layer_that_untraced_code_calls_too_stays_plain() -> None:
-    @with_layers(lambda: {"inner": Twice()})
-    def Mixed(self, x: Tensor) -> Tensor:
-        if float(x.sum()) > 1e9:
-            raise ValueError
-        return self.inner(x) + self.inner.layer(x).mean()
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.sum()) > 1e9:
+                raise ValueError
+            return self.inner(x) + self.inner.layer(x).mean()
 
     torch.manual_seed(0)
     x = torch.randn(32, 16)

@@ -6,14 +6,17 @@ from torch import Tensor, fx, nn
 
 from sparsebit.graph.ops.op_table import row_of
 from sparsebit.quantization.planning.disable_unnecessary_quant import absorbed_by, chain_end
-from tests.nets import with_layers
 
 
-@with_layers(lambda: {"conv": nn.Conv1d(3, 4, 1), "bn": nn.BatchNorm1d(4), "fc": nn.Linear(6, 6)})
-def Chain(self, x: Tensor) -> Tensor:
-    x = F.relu(self.bn(self.conv(x)))
-    x = F.gelu(self.fc(x) + x)
-    return torch.sigmoid(torch.relu(x + 1))
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x)))
+        x = F.gelu(self.fc(x) + x)
+        return torch.sigmoid(torch.relu(x + 1))
 
 
 def names(activations: frozenset[str] | None) -> dict[str, str]:

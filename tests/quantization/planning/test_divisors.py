@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, sites
 
 Code = Callable[[Tensor], Tensor]
@@ -58,10 +57,14 @@ def test_quiet_rows_stay_finite(name: str, backend: str) -> None:
 
 
 def test_a_quantized_output_is_divided_by_in_float() -> None:
-    @with_layers(lambda: {"conv": nn.Conv2d(3, 4, 1), "last": nn.Conv2d(4, 4, 1)})
-    def Ratio(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.last(y) / y
+    class Ratio(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.last(y) / y
 
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 from sparsebit.errors import BackendError
 from sparsebit.quantization import QuantModel
-from tests.nets import with_layers
 from tests.quantization.tiny import qconfig
 
 
-@with_layers(lambda: {"first": nn.Linear(64, 6), "second": nn.Linear(6, 4)})
-def Net(self, x: Tensor) -> Tensor:
-    return self.second(torch.relu(self.first(x)))
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
 
 
 class Branching(Net):

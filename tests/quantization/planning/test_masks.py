@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.planning.float_reasons import HIDDEN
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, qconfig, sites
 
 Hide = Callable[[Tensor, Tensor], Tensor]
@@ -112,11 +111,15 @@ def test_every_observer(observer: str, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_ordinary_values_between_far_limits_have_a_grid() -> None:
-    @with_layers(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 3)})
-    def Limited(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = torch.clamp(x, -torch.finfo(x.dtype).max + 1000, torch.finfo(x.dtype).max - 1000)
-        return self.second(torch.max(x, torch.tensor(torch.finfo(x.dtype).min)))
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = torch.clamp(x, -torch.finfo(x.dtype).max + 1000, torch.finfo(x.dtype).max - 1000)
+            return self.second(torch.max(x, torch.tensor(torch.finfo(x.dtype).min)))
 
     qmodel = calibrated(Limited().eval(), [torch.randn(4, 8)])
     assert "second.input" in sites(qmodel) and HIDDEN not in qmodel.plan.floats.values()
@@ -269,10 +272,14 @@ def test_a_mask_hides_though_calibration_has_seen_no_padding(name: str) -> None:
 
 
 def test_a_mask_of_torchs_attention_hides_though_calibration_has_not_seen_it() -> None:
-    @with_layers(lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
-    def Attends(self, x: Tensor, mask: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x, attn_mask=mask)[0]
-        return output
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            output: Tensor = self.attention(x, x, x, attn_mask=mask)[0]
+            return output
 
     torch.manual_seed(0)
     model, x = Attends().eval(), torch.randn(2, 4, 8)

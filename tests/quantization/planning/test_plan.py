@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
-from tests.nets import with_layers
 from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
 
 
@@ -49,18 +48,26 @@ class TestVirtual:
         assert floats(ConvBnRelu()) == {"bn": "absorbed by conv", "relu": "absorbed by bn"}
 
     def test_a_chain_is_broken_where_somebody_else_reads(self) -> None:
-        @with_layers(lambda: {"conv": nn.Conv2d(3, 4, 1)})
-        def Fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.conv(x)
-            return F.relu(x), x
+        class Fork(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv = nn.Conv2d(3, 4, 1)
+
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                x = self.conv(x)
+                return F.relu(x), x
 
         assert placed(Fork()) == {"conv.input", "conv.weight", "relu.input"}
 
     @pytest.mark.parametrize("activation", [F.relu, F.gelu, torch.sigmoid, lambda x: F.relu(input=x)])
     def test_linear_absorbs_any_activation(self, activation: Any) -> None:
-        @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-        def Mlp(self, x: Tensor) -> Tensor:
-            return activation(self.fc(x))
+        class Mlp(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return activation(self.fc(x))
 
         assert placed(Mlp()) == {"fc.input", "fc.weight"}
 
@@ -91,9 +98,13 @@ class TestVirtual:
 
 
 class TestSharing:
-    @with_layers(lambda: {"a": nn.Linear(4, 2), "b": nn.Linear(4, 3), "c": nn.Linear(4, 5)})
-    def Branches(self, x: Tensor) -> list[Tensor]:
-        return [self.a(x), self.b(x), self.c(x)]
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 2), nn.Linear(4, 3), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [self.a(x), self.b(x), self.c(x)]
 
     def test_one_tensor_one_scale_however_many_consumers(self) -> None:
         assert placed(self.Branches()) == {"x.shared", "a.weight", "b.weight", "c.weight"}
@@ -112,9 +123,13 @@ class TestSharing:
         assert site(qmodel, "x.shared").scale < site(qmodel, "a.input").scale
 
     def test_a_module_called_twice_has_a_scale_per_call(self) -> None:
-        @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-        def Twice(self, x: Tensor) -> Tensor:
-            return self.fc(10 * self.fc(x))
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.fc(10 * self.fc(x))
 
         qmodel = calibrated(Twice(), [torch.randn(8, 4)])
         inputs = [q for q in qmodel.quantizers() if q.name.startswith("fc.input") and not q.fake_fused]
@@ -190,9 +205,13 @@ class TestRuntimes:
         assert sum(isinstance(m, nn.BatchNorm2d) for m in qmodel.modules()) == 2
 
     def test_functional_linears_count(self, backend: str) -> None:
-        @with_layers(lambda: {"w": nn.Parameter(torch.randn(4, 4))})
-        def Functional(self, x: Tensor) -> Tensor:
-            return torch.addmm(self.w[0], F.linear(x, self.w), self.w)
+        class Functional(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.randn(4, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.addmm(self.w[0], F.linear(x, self.w), self.w)
 
         assert placed(Functional(), backend=backend) == {"linear.input", "linear.weight", "addmm.input", "addmm.weight"}
 
@@ -206,10 +225,14 @@ def test_onnxruntime_quantizes_outputs_behind_the_relu() -> None:
 def test_a_consumer_with_another_spec_reads_a_quantized_output() -> None:
     """Its own quantizer stands behind the output's, as it would in the runtime; neither is lost."""
 
-    @with_layers(lambda: {"a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(4, 4, 1), "c": nn.Conv2d(4, 4, 1)})
-    def Chain(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = self.a(x)
-        return self.b(x), self.c(x), torch.cat([x, x.relu()])
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x = self.a(x)
+            return self.b(x), self.c(x), torch.cat([x, x.relu()])
 
     changes = {"A.SPECIFIC": [{"cat": ["OBSERVER.TYPE", "percentile", "OBSERVER.PERCENTILE.ALPHA", 0.2]}]}
     qmodel = calibrated(Chain(), [torch.randn(2, 3, 8, 8)], qconfig(changes, backend="onnxruntime"))
@@ -298,11 +321,15 @@ def test_a_layer_that_reads_constants_alone_still_has_its_weight_quantized() -> 
 
 
 def test_a_concat_of_scores_and_computed_coordinates_stays_float() -> None:
-    @with_layers(lambda: {"left": nn.Conv2d(3, 4, 1), "right": nn.Conv2d(3, 4, 1)})
-    def Head(self, x: Tensor) -> Tensor:
-        scores, offsets = self.left(x).sigmoid(), self.right(x)
-        features = torch.cat([scores, offsets], 1)
-        return torch.cat([features, (offsets * 2 - 0.5) * 640], 1)
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores, offsets = self.left(x).sigmoid(), self.right(x)
+            features = torch.cat([scores, offsets], 1)
+            return torch.cat([features, (offsets * 2 - 0.5) * 640], 1)
 
     coverage = QuantModel(Head(), parse_qconfig({"BACKEND": "onnxruntime", "DEVICE": "cpu", **qbits})).coverage
     assert any(layer.name == "cat" for layer in coverage.quantized)
@@ -353,8 +380,12 @@ def test_a_product_behind_a_float_activation_stays_float(activation: nn.Module, 
 
 
 def test_an_unknown_function_is_named() -> None:
-    @with_layers(lambda: {"fc": nn.Linear(4, 4)})
-    def Net(self, x: Tensor) -> Tensor:
-        return torch.special.erfcx(self.fc(x))
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.erfcx(self.fc(x))
 
     assert QuantModel(Net(), qconfig()).plan.floats["special_erfcx"].startswith("unknown op special_erfcx")

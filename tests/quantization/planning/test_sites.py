@@ -17,7 +17,6 @@ from sparsebit.errors import BackendError, ConfigError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization import Plan, QuantModel, Site
 from sparsebit.quantization.planning.sites import LEFT_OUT
-from tests.nets import with_layers
 from tests.quantization.tiny import Residual, qconfig, run
 
 X = torch.randn(4, 3, 16, 16)
@@ -267,9 +266,13 @@ class TestBuilding:
         assert {q.name: q.spec for q in kept.quantizers()} == {q.name: q.spec for q in qmodel.quantizers()}
 
     def test_weights_that_no_op_owns(self) -> None:
-        @with_layers(lambda: {"lstm": nn.LSTM(4, 4, batch_first=True)})
-        def Recurrent(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0]  # type: ignore[no-any-return]
+        class Recurrent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.lstm(x)[0]  # type: ignore[no-any-return]
 
         x, model = torch.randn(2, 5, 4), Recurrent().eval()
         plan = QuantModel(model, qconfig(), example_inputs=x).plan

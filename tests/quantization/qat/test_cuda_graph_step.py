@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import CudaGraphStep, QuantModel, parse_qconfig
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared
 
 
@@ -73,10 +72,14 @@ def test_half_precision() -> None:
 
 @pytest.mark.gpu
 def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
-    @with_layers(lambda: {"always": nn.Linear(4, 3), "sometimes": nn.Linear(4, 3)})
-    def Net(self, x: Tensor) -> Tensor:
-        y: Tensor = self.always(x)
-        return y + self.sometimes(x) if len(x) == 5 else y
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.always(x)
+            return y + self.sometimes(x) if len(x) == 5 else y
 
     model = Net().cuda()
     step = CudaGraphStep(model, lambda model, x: model(x).square().mean())

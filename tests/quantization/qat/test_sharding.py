@@ -9,14 +9,18 @@ from torch import Tensor, nn
 from sparsebit.errors import CaptureError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.qat.sharding import block_modules
-from tests.nets import with_layers
 from tests.quantization.tiny import Block, Opaque, Residual, qconfig
 
 
-@with_layers(lambda: {"opaque": Opaque(), "plain": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))})
-def Nested(self, x: Tensor) -> Tensor:
+class Nested(nn.Module):
     """A part that cannot be traced inside a graph, beside one that can."""
-    return self.plain(self.opaque(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opaque, self.plain = Opaque(), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.opaque(x))
 
 
 def blocks(model: nn.Module, name: str) -> list[str]:

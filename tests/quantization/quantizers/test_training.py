@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from sparsebit.numerics import reference
 from sparsebit.quantization import Quantizer, QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared, qconfig, run, site
 
 COMBINATIONS = [
@@ -25,9 +24,13 @@ LEARNED = {
 }  # fmt: skip
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(1, 4, 3), "bn": nn.BatchNorm2d(4), "fc": nn.Linear(4, 3)})
-def Net(self, x: Tensor) -> Tensor:
-    return self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
 
 
 def data() -> tuple[Tensor, Tensor]:

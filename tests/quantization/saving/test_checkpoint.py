@@ -23,7 +23,6 @@ from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.saving import checkpoint
-from tests.nets import with_layers
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 CONFIGS = {
@@ -122,13 +121,18 @@ class TestRoundTrip:
         assert torch.equal(QuantModel.load(qmodel.save(tmp_path / "saved"), Opaque())(x), qmodel(x))
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
-def Branching(
-    self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0
-) -> Tensor:
+class Branching(nn.Module):
     """Needs an example to be captured: which branch, which optional arguments, how many tokens."""
-    x = self.a(x) if x.shape[1] == 3 else self.b(x)
-    return (x if mask is None else x * mask) * scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0
+    ) -> Tensor:
+        x = self.a(x) if x.shape[1] == 3 else self.b(x)
+        return (x if mask is None else x * mask) * scale
 
 
 class TestExample:

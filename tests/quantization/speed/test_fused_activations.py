@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QMODULE_MAP, QuantModel, QuantOpr, parse_qconfig, register_qmodule
 from sparsebit.quantization.speed.fused_activations import FusedReLU
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared
 
 
@@ -201,9 +200,13 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     assert torch.equal(copied(images()), qmodel(images()))
 
 
-@with_layers(lambda: {"first": nn.Linear(8, 8), "relu": nn.ReLU(), "own": Cubed(), "last": nn.Linear(8, 4)})
-def Chain(self, x: Tensor) -> Tensor:
-    return self.last(self.own(self.relu(self.first(x))))
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.own, self.last = nn.Linear(8, 8), nn.ReLU(), Cubed(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.own(self.relu(self.first(x))))
 
 
 class Cubed(nn.Module):

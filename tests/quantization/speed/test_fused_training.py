@@ -25,7 +25,6 @@ from sparsebit.quantization.speed.compiler import inductor_fusions
 from sparsebit.quantization.speed.fused_activations import FusedActivation
 from sparsebit.quantization.speed.stacked_fake_quant import Stack, fake_quantize_stacked
 from sparsebit.quantization.speed.stacked_selects import StackedQuantizers
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared
 
 
@@ -198,11 +197,15 @@ def test_a_forward_that_fails_leaves_nothing_behind(device: str, monkeypatch: py
     assert copy.deepcopy(qmodel).get_submodule("model").training and pickle.dumps(reader.input_quantizer)
 
 
-@with_layers(lambda: {"fc1": nn.Linear(8, 8), "act": nn.GELU(), "fc2": nn.Linear(8, 8)})
-def Guarded(self, x: Tensor) -> Tensor:
-    y = self.act(self.fc1(x))
-    x = x * 2 if x.shape[0] > 4 else x
-    return self.fc2(y) + x  # type: ignore[no-any-return]
+class Guarded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.fc1(x))
+        x = x * 2 if x.shape[0] > 4 else x
+        return self.fc2(y) + x  # type: ignore[no-any-return]
 
 
 def test_a_guard_between_function_and_reader(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.speed import recomputation
 from sparsebit.quantization.speed.fused_layer import FusedLayer
 from sparsebit.quantization.speed.fusion_guards import substitute_of
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared
 
 
@@ -193,10 +192,14 @@ def test_a_linear_layer_keeps_no_matrix_of_its_input(kept: Callable[[Callable[[]
 
 
 def test_functions_without_a_quantizer_are_computed_again(kept: Callable[[Callable[[], Any]], int]) -> None:
-    @with_layers(lambda: {"scale": nn.Parameter(torch.ones(32)), "fc1": nn.Linear(32, 64), "fc2": nn.Linear(64, 32)})
-    def Net(self, x: Tensor) -> Tensor:
-        x = nn.functional.layer_norm(x, (32,), weight=self.scale)
-        return self.fc2(nn.functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.fc1, self.fc2 = nn.Parameter(torch.ones(32)), nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.layer_norm(x, (32,), weight=self.scale)
+            return self.fc2(nn.functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
     config = {
@@ -315,13 +318,17 @@ class TestWhatMayHappenInBetween:
         self.check(run, qmodel)
 
     def test_a_tensor_that_opaque_code_changes_in_place(self) -> None:
-        @with_layers(lambda: {"conv1": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "conv2": nn.Conv2d(4, 2, 3)})
-        def Opaque(self, x: Tensor) -> Tensor:
-            if float(x.sum()) > 1e9:
-                return x
-            y = self.norm(input=self.conv1(x))
-            y += 1.0
-            return self.conv2(y)  # type: ignore[no-any-return]
+        class Opaque(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if float(x.sum()) > 1e9:
+                    return x
+                y = self.norm(input=self.conv1(x))
+                y += 1.0
+                return self.conv2(y)  # type: ignore[no-any-return]
 
         torch.manual_seed(0)
         config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.speed.stacked_selects import StackedQuantizers
-from tests.nets import with_layers
 from tests.quantization.tiny import prepared
 
 
-@with_layers(lambda: {"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16)})
-def Attention(self, x: Tensor) -> Tensor:
-    q, k, v = self.qkv(x).reshape(x.shape[0], x.shape[1], 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-    x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-    return self.proj(x).select(1, 0)  # one select alone stays
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(x.shape[0], x.shape[1], 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return self.proj(x).select(1, 0)  # one select alone stays
 
 
 def ready() -> QuantModel:
@@ -79,18 +82,26 @@ def test_compiled_graph_is_whole() -> None:
     torch.testing.assert_close(compiled(tokens()), expected)
 
 
-@with_layers(lambda: {"fc": nn.Linear(4, 4)})
-def Writes(self, x: Tensor) -> Tensor:
-    y = self.fc(x)
-    first, second = y.select(1, 0), y.select(1, 1)
-    first.neg_()
-    return y.sum(1) + second  # type: ignore[no-any-return]
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        first, second = y.select(1, 0), y.select(1, 1)
+        first.neg_()
+        return y.sum(1) + second  # type: ignore[no-any-return]
 
 
-@with_layers(lambda: {"fc": nn.Linear(4, 4)})
-def Few(self, x: Tensor) -> Tensor:
-    y = self.fc(x)
-    return y.select(1, 0) * y.select(1, 1) + y.select(1, 0)  # type: ignore[no-any-return]
+class Few(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y.select(1, 0) * y.select(1, 1) + y.select(1, 0)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("model", "size"), [(Writes(), 2), (Few(), 2), (Few(), 64)], ids=["written", "all", "few"])

@@ -13,7 +13,6 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed import weight_batches
 from sparsebit.quantization.speed.fusion_guards import substitute_of
-from tests.nets import with_layers
 from tests.quantization.tiny import calibrated, prepared, qconfig
 
 
@@ -87,12 +86,17 @@ def test_layers_hold_their_batched_weights_during_the_forward_alone() -> None:
     assert not any(seen.values())
 
 
-@with_layers(lambda: {"first": nn.Conv2d(3, 6, 3), "second": nn.Conv2d(6, 4, 3)})
-def Opaque(self, x: Tensor) -> Tensor:
+class Opaque(nn.Module):
     """Code that cannot be traced, and that computes a part of itself again in the backward."""
-    if float(x.sum()) > 1e9:
-        return x
-    return checkpoint(lambda y: self.second(self.first(y).relu()), x, use_reentrant=False).mean((2, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x
+        return checkpoint(lambda y: self.second(self.first(y).relu()), x, use_reentrant=False).mean((2, 3))
 
 
 @pytest.mark.usefixtures("batched")

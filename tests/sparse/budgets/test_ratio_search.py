@@ -11,7 +11,6 @@ from torch import nn
 from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.sparse import SparseModel, model_size
 from sparsebit.sparse.budgets.ratio_search import KERNEL_WIDTHS
-from tests.nets import with_layers
 from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 from tests.sparse.nets import Chain, Depthwise, Residual, Transformer, images
 
@@ -92,10 +91,14 @@ def test_multiplications_are_those_of_one_sample_whichever_argument_comes_first(
     assert model_size(MaskFirst(), (mask, x)).macs == model_size(Mixed(), (y, mask)).macs
 
 
-@with_layers(lambda: {"a": nn.Linear(6, 32), "b": nn.Linear(32, 48), "head": nn.Linear(48, 4)})
-def Wide(self, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = self.head(torch.relu(self.b(torch.relu(self.a(x)))))
-    return y
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 32), nn.Linear(32, 48), nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(torch.relu(self.b(torch.relu(self.a(x)))))
+        return y
 
 
 @pytest.mark.parametrize(("macs", "round_to"), [(0.7, 16), (0.3, 8), (0.15, 8), (0.11, 1)])

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparsebit.sparse.scoring.criteria import Evidence, Need
 from sparsebit.sparse.scoring.evidence import gather_evidence
-from tests.nets import with_layers
 from tests.two_ranks import assert_two_ranks_agree
 
 SCRIPT = """
@@ -59,9 +58,13 @@ def test_two_processes_give_the_masks_of_one(tmp_path: Path) -> None:
     assert_two_ranks_agree(tmp_path, SCRIPT)
 
 
-@with_layers(lambda: {"a": nn.Linear(4, 6), "b": nn.Linear(6, 3)})
-def Tokens(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    return self.b(torch.relu(self.a(x)))
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
 
 
 @pytest.mark.parametrize("need", ["inputs", "moments", "signs", "ranks"])

@@ -17,7 +17,6 @@ from sparsebit.sparse import SparseModel, SparseOpr, find_groups, load, register
 from sparsebit.sparse.selecting.element_weights import find_element_weights
 from sparsebit.sparse.shrinking.surgery import apply_plan
 from sparsebit.sparse.sparsers import SMODULE_MAP
-from tests.nets import with_layers
 from tests.sparse.nets import rows
 
 
@@ -70,10 +69,15 @@ def test_layers_of_torch_are_pruned_as_asked(layer: Callable[[], nn.Module]) -> 
     assert not smodel.zeros.left_alone
 
 
-@with_layers(lambda: {"weight": nn.Parameter(torch.randn(6, 8)), "bias": nn.Parameter(torch.randn(8))})
-def OwnLinear(self, x: Tensor) -> Tensor:
+class OwnLinear(nn.Module):
     """As the `Conv1D` of transformers: a class of its own, whose weight is called so."""
-    return x @ self.weight + self.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
 
 
 class Mixed(nn.Module):

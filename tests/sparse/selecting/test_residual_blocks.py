@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.sparse import ChannelPlan, SkippedBlock, SparseModel, find_residual_blocks, load, model_size, save
 from sparsebit.sparse.shrinking.surgery import apply_plan
-from tests.nets import with_layers
 
 
 def config(**sparser: object) -> dict[str, object]:
@@ -105,9 +104,13 @@ class Tied(nn.Module):
         self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
         self.blocks[1].f.weight = self.blocks[2].f.weight
 
-    @with_layers(lambda: {"f": nn.Linear(6, 6)})
-    def Block(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.f(x))
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.f(x))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import sparsebit
 from sparsebit.sparse import SparseModel
-from tests.nets import with_layers
 from tests.sparse.nets import Chain, images
 
 
@@ -166,11 +165,15 @@ def test_a_weight_that_is_trained_later_is_masked_too() -> None:
 
 
 def test_layers_that_run_several_times_can_be_trained() -> None:
-    @with_layers(lambda: {"cell": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
-    def Loop(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.cell(x))
-        return self.head(x)
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = torch.tanh(self.cell(x))
+            return self.head(x)
 
     smodel = SparseModel(Loop(), {"DEVICE": "cpu", "SPARSER": {"TYPE": "unstructured", "RATIO": 0.5}})
     smodel.calc_params()

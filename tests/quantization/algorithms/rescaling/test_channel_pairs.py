@@ -9,7 +9,6 @@ from torch import nn
 
 import sparsebit
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import float_runs
-from tests.nets import with_layers
 
 CONFIG = "{BACKEND: virtual, DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {BIT: 8}}}"
 
@@ -61,11 +60,15 @@ def test_values_of_attention_are_followed_through_the_heads(fused, written_out):
     assert value.readers[0].channels.tolist() == list(range(16, 24) if fused else range(8))
 
 
-@with_layers(lambda: {"q": nn.Linear(8, 8), "v": nn.Linear(8, 4), "proj": nn.Linear(8, 8)})
-def GroupedQueries(self, x):
-    q, v = self.q(x), self.v(x).view(x.shape[0], -1, 2, 2).transpose(1, 2)
-    v = v[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 2)
-    return self.proj((q @ q.transpose(1, 2)).softmax(-1)[:, None].matmul(v).transpose(1, 2).reshape(x.shape))
+class GroupedQueries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.proj = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, v = self.q(x), self.v(x).view(x.shape[0], -1, 2, 2).transpose(1, 2)
+        v = v[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 2)
+        return self.proj((q @ q.transpose(1, 2)).softmax(-1)[:, None].matmul(v).transpose(1, 2).reshape(x.shape))
 
 
 def test_a_head_that_several_queries_share_is_one_channel():
@@ -73,9 +76,13 @@ def test_a_head_that_several_queries_share_is_one_channel():
     assert bool(pair.is_free.all()) and pair.readers[0].channels.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
 
 
-@with_layers(lambda: {"gate": nn.Linear(8, 6), "up": nn.Linear(8, 6), "down": nn.Linear(6, 8)})
-def Gated(self, x):
-    return self.down(F.silu(self.gate(x)) * self.up(x))
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def test_a_gate_is_no_obstacle_for_the_other_factor():
@@ -84,9 +91,13 @@ def test_a_gate_is_no_obstacle_for_the_other_factor():
     assert "gate" not in pairs
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(3, 4, 3), "pool": nn.MaxPool2d(2), "fc": nn.Linear(16, 5)})
-def Flattened(self, x):
-    return self.fc(torch.flatten(self.pool(F.relu(self.conv(x))), 1))
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.fc(torch.flatten(self.pool(F.relu(self.conv(x))), 1))
 
 
 def test_channels_can_be_told_behind_a_flatten():
@@ -116,10 +127,14 @@ def test_a_norm_without_a_scale_has_nothing_to_take_one():
     assert not pairs_of(nn.Sequential(nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 4)), 8)
 
 
-@with_layers(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
-def Residual(self, x):
-    x = self.first(x)
-    return x + self.second(F.relu(x))
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.second(F.relu(x))
 
 
 def test_a_residual_sum_holds_the_channels_and_says_so():

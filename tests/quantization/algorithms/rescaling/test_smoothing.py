@@ -12,7 +12,6 @@ from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, gptq, smooth
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import FloatRuns
 from sparsebit.quantization.algorithms.rescaling.smoothing import _Samples
-from tests.nets import with_layers
 
 CONFIG = (
     "{BACKEND: virtual, DEVICE: cpu, W: {QSCHEME: per-channel-symmetric, QUANTIZER: {BIT: 8}}, "
@@ -159,11 +158,15 @@ def test_a_second_smoothing_goes_on_from_the_first(batches):
     assert error(qmodel, model, batches) < 1.5 * first and float_difference(qmodel, model, batches) < 1e-5
 
 
-@with_layers(lambda: {"block": net(is_first=False)[0]})
-def Guarded(self, x):
-    if x.dim() == 4:
-        x = x.mean(1)
-    return self.block(x)
+class Guarded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = net(is_first=False)[0]
+
+    def forward(self, x):
+        if x.dim() == 4:
+            x = x.mean(1)
+        return self.block(x)
 
 
 def test_own_code_does_not_run_in_the_place_of_a_graph_with_insertions(batches):

@@ -18,7 +18,6 @@ from sparsebit.numerics.rounding import layer_matrix
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.quantization import QuantModel, gptq
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -273,9 +272,13 @@ def test_what_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_layer_that_is_called_twice_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsebit.quantization.algorithms.rounding import gptq as module
 
-    @with_layers(lambda: {"layer": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
-    def Twice(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
     def made() -> QuantModel:
         torch.manual_seed(0)
@@ -350,15 +353,24 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         gptq(calibrated(float_model(), data), data, **options)
 
 
-@with_layers(lambda: {"first": nn.Linear(8, 8), "inner": Untraceable(), "weight": nn.Parameter(torch.randn(4, 8))})
-def Hidden(self, x: Tensor) -> Tensor:
+class Hidden(nn.Module):
     """A weight that a function reads (it becomes a layer), and a layer that code calls which cannot be traced."""
-    return nn.functional.linear(self.inner(self.first(x)), self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.weight = nn.Linear(8, 8), Untraceable(), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.inner(self.first(x)), self.weight)
 
 
-@with_layers(lambda: {"layer": nn.Linear(8, 8)})
-def Untraceable(self, x: Tensor) -> Tensor:
-    return self.layer(x) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
 
 
 def test_weights_that_no_visit_sees_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -432,9 +444,13 @@ def test_a_killed_run_goes_on_and_ends_with_equal_bits(tmp_path: Path, project_r
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
 
 
-@with_layers(lambda: {"conv": nn.Conv2d(3, 8, 3, padding=1), "head": nn.Linear(8 * 36, 5)})
-def Wide(self, x: Tensor) -> Tensor:
-    return self.head(torch.relu(self.conv(x))[:, :, ::2, ::2].flatten(1))
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x))[:, :, ::2, ::2].flatten(1))
 
 
 @pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-tensor-affine", "per-group-symmetric"])

@@ -20,7 +20,6 @@ from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, recons
 from sparsebit.quantization.algorithms.rounding import reconstruction
 from sparsebit.quantization.algorithms.rounding.reconstruction import METHODS, Method
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.nets import with_layers
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 4}}}"
@@ -351,9 +350,13 @@ def test_a_named_block_with_nothing_to_learn_is_told(caplog: pytest.LogCaptureFi
 
 
 def test_a_layer_that_is_called_twice_is_learned_once() -> None:
-    @with_layers(lambda: {"layer": nn.Linear(6, 6), "head": nn.Linear(6, 3)})
-    def Twice(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
 
     torch.manual_seed(0)
     model = Twice().eval()
@@ -381,11 +384,16 @@ def test_data_that_is_not_finite_is_named_as_the_cause() -> None:
         reconstruct(calibrated(float_model(), data), [data[0] * float("nan")], steps=2, held_out=0)
 
 
-@with_layers(lambda: {"first": nn.Conv2d(3, 8, 3), "one": nn.Conv2d(3, 4, 3), "two": nn.Conv2d(5, 4, 3)})
-def SplitBetween(self, x: Tensor) -> Tensor:
+class SplitBetween(nn.Module):
     """The blocks behind the first one read parts of its output: a tuple crosses their border."""
-    left, right = torch.relu(self.first(x)).split([3, 5], 1)
-    return self.one(left) + self.two(right)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.relu(self.first(x)).split([3, 5], 1)
+        return self.one(left) + self.two(right)
 
 
 @pytest.mark.parametrize("method", ["brecq", "qdrop", "autoround"])
