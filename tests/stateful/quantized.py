@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -166,7 +167,8 @@ class QuantizedLife(RuleBasedStateMachine):
                 right, got = outcome(self.qmodel, call), outcome(other, call)
                 assert_same(right, got, f"{what}, call {number}", may_refuse=may_refuse)
         elif not other.is_calibrating:
-            self.num_observed = -1  # a deep copy goes on with what was gathered; what is saved or pickled does not
+            # A deep copy goes on with what was gathered. What is saved or pickled does not: some ranges are unknown.
+            self.num_observed, self.is_calibrated = -1, False
         self.qmodel = other.train(training)
 
     @precondition(lambda self: self.is_calibrated and self.is_settled and self.num_exports < 1)
@@ -178,6 +180,10 @@ class QuantizedLife(RuleBasedStateMachine):
         before = [outcome(self.qmodel.eval(), call) for call in self.calls]
         example = named_arguments(self.float_model, self.calls[0])
         file = self.folder / "model.onnx"
+        if isinstance(before[0], SparsebitError):  # its channels are along a dimension of another size
+            with pytest.raises(SparsebitError):
+                self.qmodel.export_onnx(example, file)
+            return
         self.qmodel.export_onnx(example, file)
         assert file.stat().st_size and not list(self.folder.glob(".*"))
         for call, right in zip(self.calls, before, strict=True):
