@@ -51,7 +51,7 @@ MORE = {
 # Files without a test file of their own name, and the tests that cover them.
 MIRRORED = {
     "sparsebit/numerics/choices/highs_solver.py": "tests/numerics/choices/test_integer_program.py",
-    "sparsebit/numerics/rounding/scale_search_math.py": "tests/numerics/rounding/test_awq_math.py",
+    "sparsebit/numerics/rounding/scale_search_math.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/weight_grid.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/rounding/gptq_target_math.py": "tests/numerics/rounding/test_gptq_math.py",
 }

@@ -69,7 +69,7 @@ def _switch_off() -> Callable[[], None]:
         with _no_words_about_old_switches():
             if allows_tf32:
                 torch._C._set_cudnn_allow_tf32(True)
-            if product is not None and product != "highest":
+            if product not in (None, "highest"):
                 torch.set_float32_matmul_precision(product)
         for op, precision in before.items():
             if _precision(op) != precision:

@@ -54,8 +54,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         words[..., word] |= shifted & 0xFFFFFFFF
         if shift + bits > WORD:
             words[..., word + 1] |= shifted >> WORD
-    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return signed.flatten(-2)[..., : num_words(count, bits)].contiguous()
+    return words.to(torch.int32).flatten(-2)[..., : num_words(count, bits)].contiguous()
 
 
 def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:

@@ -69,8 +69,14 @@ def _one_new() -> None:
     _BACKENDS.cudnn.conv.fp32_precision = "ieee"
 
 
+def _one_new_of_products() -> None:
+    _BACKENDS.cuda.matmul.fp32_precision = "tf32"
+
+
 @pytest.mark.parametrize(
-    "choose", [_nothing, _old_convolutions, _old_products, _high, _medium, _all_new, _one_new], ids=lambda f: f.__name__
+    "choose",
+    [_nothing, _old_convolutions, _old_products, _high, _medium, _all_new, _one_new, _one_new_of_products],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_rounds_inside_and_settings_are_back_afterwards(choose: Callable[[], None], fails: bool) -> None:

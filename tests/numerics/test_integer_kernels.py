@@ -144,3 +144,8 @@ def test_saturates_as_hard_sigmoid(zero_point: int, steps_above_one: float, expe
     """The largest code may be up to half a step above 1."""
     scale = 1 / (255 - steps_above_one)
     assert integer_kernels.saturates_as_hard_sigmoid(scale, zero_point, 0, 255) is expected
+
+
+def test_fixed_point_multipliers_have_at_most_22_bits() -> None:
+    assert integer_kernels._fixed_point(1.0, 0.25) == (21, 1 << 21, 1 << 19)
+    assert integer_kernels._fixed_point(1 - 2.0**-24, 0.25) is None  # rounded to 2^22

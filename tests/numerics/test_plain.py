@@ -99,3 +99,7 @@ def test_a_gpu_gives_the_numbers_of_a_cpu(granularity: Granularity, dtype: torch
     scale, zero_point = qparams_from_range(rows.amin(1) * 0.7, rows.amax(1) * 0.7, spec)
     found = fake_quantize(x.cuda(), scale.cuda(), zero_point.cuda(), spec)
     assert torch.equal(found.cpu(), fake_quantize(x, scale, zero_point, spec))
+
+
+def test_a_parameter_comes_to_the_device_of_the_values() -> None:
+    assert plain.align(torch.ones(3), torch.empty(2, 3, device="meta"), 1, 0).device.type == "meta"

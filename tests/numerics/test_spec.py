@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from sparsebit.errors import SpecError
-from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows, scale_shape, to_rows
+from sparsebit.numerics.spec import (
+    Granularity,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    TensorSpec,
+    num_rows,
+    scale_shape,
+    to_rows,
+)
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "ends", "name"), [
@@ -24,6 +33,14 @@ def test_codes_of_8_bit_floats() -> None:
     spec = TensorSpec(8, True, format="float8")
     assert (spec.qmin, spec.qmax, spec.num_levels, spec.dtype_name) == (-448, 448, 253, "float8e4m3fn")
     assert spec != TensorSpec(8, True)
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "granularity"), [
+    (4, True, PerTensor()), (8, False, PerTensor()), (8, True, PerGroup(1, 4)),
+])  # fmt: skip
+def test_other_8_bit_floats_are_refused(bits: int, symmetric: bool, granularity: Granularity) -> None:
+    with pytest.raises(SpecError, match="fp8 has 8 bits"):
+        TensorSpec(bits, symmetric, granularity, format="float8")
 
 
 def test_a_spec_is_a_value() -> None:

@@ -158,8 +158,8 @@ def straight_through_round(x: Tensor) -> Tensor:
 
 
 def offset_start(u: Tensor, n: Tensor) -> Tensor:
-    """The offset for which `round(u + v)` is the present code `n`: 0 if it is the nearest, else the offset to `n`."""
-    return torch.where((u - n).abs() <= 0.5, torch.zeros_like(u), n - u)
+    """The offset for which `round(u + v)` is the present code `n`: 0 if `u` rounds to it, else the offset to `n`."""
+    return torch.where(u.round() == n, torch.zeros_like(u), n - u)
 
 
 def bounded_offset(v: Tensor, start: Tensor) -> Tensor:

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import sys
+from typing import Any
 
 import pytest
 
 from sparsebit.errors import BudgetError, ConfigError, MissingExtraError
-from sparsebit.numerics.choices.highs_solver import Found, Solver
-from sparsebit.numerics.choices.integer_program import Budget, choose
+from sparsebit.numerics.choices.highs_solver import Found, Solver, _without_prints
+from sparsebit.numerics.choices.integer_program import Budget, Solution, choose
 
-pytest.importorskip("scipy")
+optimize = pytest.importorskip("scipy.optimize")
 BITS = (2, 4, 8)
 
 
@@ -168,3 +170,37 @@ def test_a_time_limit_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Solver, "integer", once)
     found = choose(costs, [size])
     assert len(calls) == 2 and found.spent["size"] <= 90 and 0 < found.gap < 0.1
+
+
+def test_only_lines_of_the_solver_are_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with _without_prints():
+        os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\nanother thread's\n")
+    assert capfd.readouterr().out == "another thread's\n"
+
+
+def test_the_gap_is_relative_to_the_cost() -> None:
+    gaps = [Solution({}, cost, bound, {}).gap for cost, bound in ((0.5, 0.25), (0.0, 0.0), (4.0, 3.0))]
+    assert gaps == [0.5, 0.0, 0.25]
+
+
+def test_the_integer_program_is_solved_as_exactly_as_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[float] = []
+    milp = optimize.milp
+
+    def watched(*args: Any, options: dict[str, float], **kwargs: Any) -> Any:
+        gaps.append(options["mip_rel_gap"])
+        return milp(*args, options=options, **kwargs)
+
+    monkeypatch.setattr(optimize, "milp", watched)
+    for gap in (0.0, 0.25):
+        choose({"a": [3.0, 1.0], "b": [2.0, 1.0]}, [Budget("bytes", 3, {"a": [1, 2], "b": [1, 2]})], gap=gap)
+    assert gaps == [0.0, 0.25]
+
+
+def test_a_limit_of_zero_allows_what_uses_nothing() -> None:
+    assert choose({"a": [1.0, 0.0]}, [Budget("bytes", 0, {"a": [0, 4]})]).options == {"a": 0}
+
+
+def test_pairs_of_items_with_different_numbers_of_options() -> None:
+    budget = Budget("bops", 2, {}, {("a", "b"): [[1, 2, 3], [2, 4, 6]]})
+    assert choose({"a": [3.0, 0.0], "b": [2.0, 1.0, 0.0]}, [budget]).options == {"a": 1, "b": 0}

@@ -35,6 +35,14 @@ def test_the_algebra_is_plain_torch(granularity: Granularity, gradient: str, dty
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_two_scales() -> None:
+    x, grad, scale, zero_point = torch.randn(2, 6), torch.randn(2, 6), torch.tensor([0.2, 0.3]), torch.zeros(2)
+    arguments = (grad, x, scale, zero_point, 0, 0, -2, 1, "lsq", True, True, True)
+    for one, other in zip(decomposed.backward(*arguments), gradients.backward(*arguments), strict=True):
+        assert other is not None
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own, at its import
 def test_inductor_sees_the_algebra_even_if_it_compiled_something_before() -> None:

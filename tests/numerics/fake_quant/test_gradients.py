@@ -145,3 +145,13 @@ def test_a_grid_that_begins_at_zero_is_a_relu(kind: str) -> None:
     expected = torch.autograd.grad(apart, inputs, grad)
     for one, other in zip(torch.autograd.grad(together, inputs, grad), expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_two_channels_have_the_gradients_of_two_tensors() -> None:
+    grad, x, scale = torch.randn(2, 6), torch.randn(2, 6), torch.tensor([0.2, 0.3])
+    together = backward(grad, x, scale, torch.ones(2), TensorSpec(2, False, PerChannel(0)))
+    for row in range(2):
+        alone = backward(grad[row], x[row], scale[row], torch.tensor(1.0), TensorSpec(2, False))
+        for one, other in zip(together, alone, strict=True):
+            assert one is not None and other is not None
+            torch.testing.assert_close(one[row], other)

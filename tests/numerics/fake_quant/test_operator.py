@@ -232,6 +232,16 @@ class Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_tensor_subclasses_alone_are_intercepted() -> None:
+    class Own(Tensor):
+        pass
+
+    plain, own = torch.zeros(2), torch.zeros(2).as_subclass(Own)
+    assert not operator.is_intercepted(plain, nn.Parameter(plain), plain)
+    for place in range(3):
+        assert operator.is_intercepted(*(own if number == place else plain for number in range(3)))
+
+
 @pytest.mark.parametrize("learned", [False, True], ids=["inference", "training"])
 def test_a_mode_sees_the_operator_and_not_its_inside(learned: bool) -> None:
     x = torch.randn(4, requires_grad=learned)

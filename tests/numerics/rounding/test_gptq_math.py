@@ -13,6 +13,7 @@ from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.rounding import scale_search_math
 from sparsebit.numerics.rounding.gptq_math import (
+    InverseFactor,
     _descend_lines,
     _refit_lines,
     _round_lines,
@@ -25,7 +26,7 @@ from sparsebit.numerics.rounding.gptq_target_math import chosen_damping, chosen_
 from sparsebit.numerics.rounding.hessian import damped, inverse_factor
 from sparsebit.numerics.rounding.scale_search_math import Rounding, search_scale
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
-from sparsebit.numerics.weight_grid import Grid, shared_columns
+from sparsebit.numerics.weight_grid import Grid, set_numbers, shared_columns
 
 CHANNEL = PerChannel(0)
 PLAIN = Rounding(act_order=False, scale_search="none", sweeps=0, refit=False)
@@ -308,6 +309,28 @@ def test_columns_that_share_a_scale() -> None:
     }
 
 
+def test_columns_of_a_set_need_not_be_neighbours() -> None:
+    grid = replace(grid_of(numbers(1, 2, 5)), index=torch.tensor([[[0, 1, 0, 1, 0]] * 2]))
+    assert grid_of(numbers(1, 2, 5)).lines().columns() == [slice(0, 5)]
+    assert [torch.as_tensor(columns).tolist() for columns in grid.lines().columns()] == [[0, 2, 4], [1, 3]]
+
+
+def test_groups_may_number_their_scales_in_another_order() -> None:
+    spec = TensorSpec(4, True)
+    grid = Grid(torch.ones(4), torch.zeros(4), torch.tensor([[[0, 0, 1, 1]], [[3, 3, 2, 2]]]), spec)
+    assert set_numbers(grid).tolist() == [0, 0, 1, 1]
+
+
+def test_a_factor_that_only_rounds_rounds_the_same() -> None:
+    W, H = problem(3, 9, 40)
+    factor, grid = InverseFactor(H, Rounding()), grid_of(W)
+    codes = factor.round(W, grid)
+    factor.only_rounds(W.dtype)
+    assert torch.equal(factor.round(W, grid), codes)
+    with pytest.raises(AssertionError, match="given up"):
+        factor.solved(W)
+
+
 def test_the_target_makes_up_for_changed_inputs() -> None:
     """`|X_float W^T - X V^T|^2` is `tr((T - V) H (T - V)^T)` and a rest that is the same for every V."""
     original, W = numbers(1, 80, 7), numbers(1, 3, 7, seed=1)
@@ -410,6 +433,13 @@ class TestZeroPoints:
         assert not torch.equal(moved.grid.zero_point, grid.zero_point)
         assert 0 <= float(moved.grid.zero_point.min()) <= float(moved.grid.zero_point.max()) <= 3
 
+    def test_they_move_in_both_directions(self) -> None:
+        weight = torch.tensor([[[-2.0, -1.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]]], dtype=torch.float64)
+        start = replace(self.grid(weight, symmetric=False), scale=torch.ones(2).double(), zero_point=torch.ones(2))
+        rounding = Rounding(zero_point_shift=1, num_candidates=3, smallest_factor=0.9)
+        found = round_nearest(weight, torch.eye(4, dtype=torch.float64)[None], start, rounding)
+        assert found.grid.zero_point.tolist() == [2.0, 0.0] and torch.equal(found.values, weight)
+
     def test_a_symmetric_grid_has_none(self) -> None:
         weight, hessian = self.problem()
         found = round_nearest(weight, hessian, self.grid(weight, symmetric=True), Rounding(zero_point_shift=1))
@@ -459,6 +489,6 @@ def test_a_row_that_is_constant_keeps_its_scale_and_factors_are_bounded() -> Non
     W[:, 0] = 0
     rounded = quantize(W, H, grid_of(W + 1e-3, 3), Rounding())
     power = row_loss(W, torch.zeros_like(W), H)
-    kept = with_variance(rounded, W, H, torch.stack([power[:, 0], 0 * power[:, 1], 100 * power[:, 2]], 1))
+    kept = with_variance(rounded, W, H, torch.stack([1 + power[:, 0], 0 * power[:, 1], 100 * power[:, 2]], 1))
     ratio = kept.grid.scale / rounded.grid.scale
     torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 2.0], dtype=ratio.dtype), rtol=1e-6, atol=0.0)

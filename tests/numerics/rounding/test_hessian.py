@@ -41,6 +41,7 @@ def test_merged_moments_are_those_of_both() -> None:
     torch.testing.assert_close(again.hessian(), whole.hessian())
     assert again.num_rows == whole.num_rows == 40
     assert first.num_rows == 15
+    torch.testing.assert_close(first.hessian(), x[:, :15].mT @ x[:, :15] / 15)
 
 
 def test_rows_that_count_less() -> None:
@@ -76,8 +77,8 @@ def test_the_factor_is_that_of_the_inverse(damping: float) -> None:
 
 
 def test_damping_is_of_the_mean_of_live_columns() -> None:
-    hessian = torch.diag(torch.tensor([2.0, 0.0, 4.0], dtype=torch.float64))[None]
-    assert damped(hessian, 0.1).diagonal(dim1=1, dim2=2).tolist() == [[2.3, 1.0, 4.3]]
+    hessian = torch.diag(torch.tensor([0.5, 0.0, 3.5], dtype=torch.float64))[None]
+    assert damped(hessian, 0.1).diagonal(dim1=1, dim2=2).tolist() == [[0.7, 1.0, 3.7]]
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 0.01])
@@ -94,6 +95,13 @@ def test_singular_matrices(block: int, damping: float, monkeypatch: pytest.Monke
     torch.testing.assert_close(factor[1].mT @ factor[1], torch.linalg.inv(damped(hessian[1:2], damping))[0])
     assert factor[0, 5, 6:].abs().max() == 0 and factor[0, 5, 5] == 1
     assert torch.equal(factor[2], torch.eye(12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("block", [1, 512], ids=["blocks", "whole"])
+def test_moments_are_made_symmetric(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "_BLOCK", block)
+    matrix = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]])
+    assert hessian_module._symmetric_(matrix).tolist() == [[[1.0, 3.0, 5.0], [3.0, 5.0, 7.0], [5.0, 7.0, 9.0]]]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -108,6 +108,14 @@ def test_no_images() -> None:
     assert form is not None and not list(form.patches(torch.zeros(0, 2, 8, 8)))
 
 
+def test_no_chunk_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, conv = layer_matrix(nn.Linear(6, 4)), layer_matrix(nn.Conv2d(1, 1, 2))
+    assert linear is not None and conv is not None
+    monkeypatch.setattr(module, "_CHUNK", 12)
+    assert [part.shape[1] for part in linear.patches(torch.zeros(5, 6))] == [2, 2, 1]
+    assert [part.shape[1] for part in conv.patches(torch.zeros(4, 1, 3, 3))] == [4, 4, 4, 4]  # 16 elements a sample
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_so_many_positions(name: str) -> None:
     layer, shape = LAYERS[name]

@@ -105,6 +105,19 @@ def test_present_codes_that_are_not_the_nearest_are_the_start(offset: int) -> No
     assert torch.equal(bounded_offset(start, start), start)
 
 
+def test_soft_codes_begin_beside_halfway_and_nearer_to_the_present_code() -> None:
+    u, n = torch.tensor([0.52, 0.48, 0.3, 0.7]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    lower, v = soft_start(u, n, LOW, HIGH)
+    torch.testing.assert_close(lower + rectified_sigmoid(v), torch.tensor([0.55, 0.45, 0.9, 0.1]))
+
+
+def test_offsets_of_a_weight_that_is_halfway_begin_at_either_code() -> None:
+    """Codes are rounded with the zero point added, so an odd one takes the other of two equally near codes."""
+    u, n = torch.tensor([0.5, 0.5, 1.5, 1.5]), torch.tensor([0.0, 1.0, 1.0, 2.0])
+    start = offset_start(u, n)
+    assert torch.equal(clipped_codes(u + bounded_offset(start, start), LOW, HIGH), n)
+
+
 def test_offsets_stay_between_the_codes_around_a_weight() -> None:
     u = numbers().clamp(LOW, HIGH)
     start = offset_start(u, u.round())

@@ -70,6 +70,20 @@ def test_a_fit_that_only_follows_noise_is_damped_or_left_out() -> None:
     assert held_out_damping(W, M, halves) in (None, 1.0)
 
 
+@pytest.mark.parametrize("damping", [0.001, 0.01, 0.1, 1.0, None])
+def test_the_damping_is_the_one_that_suits_the_other_half(damping: float | None) -> None:
+    """Of one weight of 1, whose fit to data without any correlation is `damping / (1 + damping)`."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    wanted = 1.0 if damping is None else damping / (1 + damping)
+    assert held_out_damping(one, one.bool(), [(one, 0 * one), (one, wanted * one)]) == damping
+
+
+def test_of_equal_weights_the_first_are_removed() -> None:
+    scores = sparse_gpt_scores(torch.ones(1, 4, 64), torch.eye(64)[None], 0.25, None)
+    assert scores.flatten().sort(stable=True).indices[:64].tolist() == list(range(64))
+    assert scores.flatten()[:64].max() + 1 <= scores.flatten()[64:].min()
+
+
 def test_the_score_of_obs_is_what_the_loss_grows_by() -> None:
     x = torch.randn(1, 300, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
     found = InputMoments(torch.float64)
