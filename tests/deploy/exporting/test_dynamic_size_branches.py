@@ -26,7 +26,7 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_counting:
             self.calls += 1
-        assert x.shape[-2] < 1000
+        assert x.shape[-2] < 1000, "too high: crop it"
         y: Tensor = self.conv(x)
         if y.shape[-1] > 8:
             y = F.max_pool2d(y, 2)

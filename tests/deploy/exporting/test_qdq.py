@@ -180,6 +180,13 @@ def test_half_precision_is_cast_around_the_float32_nodes(tmp_path: Path) -> None
     assert casts == {"0.input/in", "0.input/out", "0.weight/out"}
 
 
+@pytest.mark.parametrize("scheme", ["per-tensor-symmetric", "per-channel-symmetric"])
+def test_fp8_weights_keep_their_axis(scheme: str, tmp_path: Path) -> None:
+    changes = {"W.QUANTIZER.TYPE": "fp8", "W.QSCHEME": scheme, "A.QUANTIZER.DISABLE": True}
+    exported = Exported(nn.Sequential(nn.Linear(10, 6)), torch.randn(5, 10), changes, tmp_path)
+    assert worst(exported.qmodel, exported.file, exported.x) <= EXACT
+
+
 def test_the_opset_that_a_set_of_formats_needs() -> None:
     widths = frozenset({2, 4, 8, 16})
     assert required_opset([(-128, 127, 0, True), (0, 255, 0, False)], widths) == 13

@@ -376,6 +376,15 @@ def test_the_forms_of_an_example_call(dummy: Any, args: Any, kwargs: Any) -> Non
     assert str(found) == str((args, kwargs))
 
 
+def test_coarse_steps_keep_a_float_bias(tmp_path: Path) -> None:
+    """ONNX Runtime would round it with the product of both steps, which at 2 bits is no smaller than the output's."""
+    torch.manual_seed(0)
+    calibrated(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), [X], qconfig(bits=2)).export_onnx(
+        X, tmp_path / "m.onnx"
+    )
+    assert op_types(tmp_path / "m.onnx")["Max"] == 1
+
+
 def test_opset_versions(tmp_path: Path) -> None:
     qmodel = calibrated(TwoLayers(), [X], qconfig({"W.SPECIFIC": [{"second": ["QUANTIZER.BIT", 4]}]}))
     for given in (13, 20):  # 13 is enough for the layers of 8 bits

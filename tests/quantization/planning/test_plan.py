@@ -243,8 +243,10 @@ def test_a_quantized_output_has_the_format_that_all_its_readers_want() -> None:
     changes = {"A.SPECIFIC": [{"[bc]": ["OBSERVER.TYPE", "percentile"]}]}
     plan = QuantModel(Fork(), qconfig(changes, backend="onnxruntime")).plan
     assert {name: site.observer for name, site in plan.items() if site.role != "weight"} == {
-        "a.input": "minmax", "a.output": "percentile",
-        "b.output": "percentile", "c.output": "percentile",
+        "a.input": "minmax",
+        "a.output": "percentile",
+        "b.output": "percentile",
+        "c.output": "percentile",
     }
 
 
