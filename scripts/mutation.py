@@ -1,9 +1,9 @@
 """Small faults in the code, one at a time, and whether the tests notice: `python scripts/mutation.py --sample 80`.
 
 A mutant is the project with one operator, number, condition or boolean changed, in a copy of the working tree. It runs
-against the mirrored test file, or those of its neighbours. The sample is fixed by `--seed`. `--workers` run at the same
-time, each with a copy of its own. With `--log FILE` a run can be stopped and resumed; each line is one mutant. What
-survives is a missing test, or a change that makes no difference.
+against the mirrored test file and those beside it, or those of its neighbours. The sample is fixed by `--seed`.
+`--workers` run at the same time, each with a copy of its own. With `--log FILE` a run can be stopped and resumed; each
+line is one mutant. What survives is a missing test, or a change that makes no difference.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ MIRRORED = {
     "sparsebit/numerics/weight_grid.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/rounding/gptq_target_math.py": "tests/numerics/rounding/test_gptq_math.py",
 }
+# Tests of a file beyond its mirrored ones.
+BESIDE = {
+    "sparsebit/deploy/exporting/to_onnx.py": (
+        "tests/deploy/exporting/test_dynamic_size_branches.py",
+        "tests/deploy/exporting/test_qdq.py",
+    ),
+}
 _COMPARISONS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -103,11 +110,11 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 
 def tests_of(file: str) -> list[str]:
-    """The mirrored test file; where there is none, those of the neighbours."""
+    """The mirrored test file and those beside it; where there is none, those of the neighbours."""
     path = Path(file)
     mirrored = Path(MIRRORED.get(file, Path("tests", *path.parts[1:-1], f"test_{path.name}")))
     if (ROOT / mirrored).exists():
-        return [str(mirrored)]
+        return [str(mirrored), *BESIDE.get(file, ())]
     return list(next(MORE[str(folder)] for folder in path.parents if str(folder) in MORE))
 
 

@@ -49,7 +49,7 @@ class ExportedSite:
         return asdict(self)
 
 
-def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool = False) -> list[ExportedSite]:
+def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool) -> list[ExportedSite]:
     """Replace every FakeQuantize, in place; returns the sites in the order of the graph.
 
     `weight_widths`: the integer types, by bits, that the runtime reads for constants. `whole_groups`: a last group

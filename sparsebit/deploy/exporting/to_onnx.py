@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.deploy.exporting.export_errors import export_fault, quiet
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes, apart, dynamic_shapes, named, rename_ports
 from sparsebit.deploy.onnx_graph.packages import ir, onnx
-from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.errors import DeploymentError, MissingExtraError, users_level
 from sparsebit.graph.nodes.example import guard
 from sparsebit.numerics import float8
 from sparsebit.numerics.fake_quant.operator import OPERATOR
@@ -90,7 +90,7 @@ def to_onnx(
         warnings.warn(
             f"export_onnx: the model branches on a size that dynamic_axes leaves open, at {line}; the file takes the "
             "example's branch and is wrong for sizes that would take another: leave that dimension out of dynamic_axes",
-            stacklevel=4,
+            stacklevel=users_level(),
         )
     model: ir.Model = program.model
     rename_ports(model, inputs, outputs)

@@ -144,9 +144,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
     return model, opset
 
 
-def lower_onnx(
-    model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_channels: bool = True
-) -> list[ExportedSite]:
+def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_channels: bool) -> list[ExportedSite]:
     """Lower to standard ONNX in the runtime's layout, in place; returns the sites in graph order."""
     sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
     lay_out_linears(model)

@@ -134,7 +134,7 @@ def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
     is_fixed = needed.isdisjoint(written_later(root)) and not draws
     if not is_fixed or any(part.op in ("placeholder", "call_module") for part in needed):
         return None
-    interpreter = fx.Interpreter(root, garbage_collect_values=False)
+    interpreter = fx.Interpreter(root)
     for part in (part for part in root.graph.nodes if part in needed):
         interpreter.env[part] = interpreter.run_node(part)
     return interpreter.env[node]

@@ -45,7 +45,7 @@ class _Group:
 
     source: fx.Node
     config: ActivationConfig
-    num_writes: int = 0
+    num_writes: int
     consumers: list[fx.Node] = field(default_factory=list)
     is_output: bool = False
 

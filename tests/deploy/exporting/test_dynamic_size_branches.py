@@ -26,8 +26,10 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_counting:
             self.calls += 1
-        assert x.shape[-2] < 1000
+        assert x.shape[-2] < 1000, "too high: crop it"
         y: Tensor = self.conv(x)
+        if y.shape[-1] < 0:  # of no size
+            return y
         if y.shape[-1] > 8:
             y = F.max_pool2d(y, 2)
         return y.mean((2, 3))
@@ -39,7 +41,9 @@ def test_a_branch_on_a_dynamic_size_is_told(is_counting: bool, tmp_path: Path) -
     qmodel = calibrated(Branching(is_counting).eval(), [x], qconfig(backend="onnxruntime"), example_inputs=x)
     with pytest.warns(UserWarning, match=re.escape("if y.shape[-1] > 8:")) as told:
         qmodel.export_onnx(x, tmp_path / "m.onnx", dynamic_axes=ALL)
-    assert len(told) == 1  # nothing about the assert, nor what torch asks for a convolution
+    assert [one.filename for one in told] == [
+        __file__
+    ]  # nothing about the assert, nor what torch asks for a convolution
 
 
 @pytest.mark.parametrize("axes", [None, {"x": {0: "batch", 2: "height"}}], ids=["fixed", "another axis"])

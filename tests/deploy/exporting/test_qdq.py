@@ -168,6 +168,25 @@ def test_codes_are_those_of_the_reference(granularity: Any, bits: int) -> None:
         assert torch.equal((codes - wide_zero) * wide_scale, reference.fake_quantize(x, scale, zero_point, spec))
 
 
+def test_what_is_no_number_is_stored_as_zero() -> None:
+    """As the fake-quant rounds it."""
+    x = torch.tensor([float("nan"), 1.0])
+    assert codes_of(x, torch.tensor(0.5), torch.tensor(3.0), None, 0, -128, 127).tolist() == [3, 5]
+
+
+def test_half_precision_is_cast_around_the_float32_nodes(tmp_path: Path) -> None:
+    exported = Exported(nn.Sequential(nn.Linear(10, 6)).half(), torch.randn(5, 10).half(), {}, tmp_path)
+    casts = {name for name, node in exported.nodes.items() if node.op_type == "Cast"}
+    assert casts == {"0.input/in", "0.input/out", "0.weight/out"}
+
+
+@pytest.mark.parametrize("scheme", ["per-tensor-symmetric", "per-channel-symmetric"])
+def test_fp8_weights_keep_their_axis(scheme: str, tmp_path: Path) -> None:
+    changes = {"W.QUANTIZER.TYPE": "fp8", "W.QSCHEME": scheme, "A.QUANTIZER.DISABLE": True}
+    exported = Exported(nn.Sequential(nn.Linear(10, 6)), torch.randn(5, 10), changes, tmp_path)
+    assert worst(exported.qmodel, exported.file, exported.x) <= EXACT
+
+
 def test_the_opset_that_a_set_of_formats_needs() -> None:
     widths = frozenset({2, 4, 8, 16})
     assert required_opset([(-128, 127, 0, True), (0, 255, 0, False)], widths) == 13

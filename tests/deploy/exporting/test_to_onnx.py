@@ -121,6 +121,17 @@ def test_the_output_class_of_transformers(tmp_path: Path) -> None:
     check(session, Encoder(), X)
 
 
+def test_what_is_like_a_mapping_is_entered() -> None:
+    class Bag:
+        def keys(self) -> list[str]:
+            return ["left", "right"]
+
+        def __getitem__(self, key: str) -> Tensor:
+            return X if key == "left" else X + 1
+
+    assert [bool(torch.equal(tensor, X)) for tensor in flat_outputs(Bag())] == [True, False]
+
+
 def test_one_tensor_given_twice_stays_two_inputs(tmp_path: Path) -> None:
     class Sum(nn.Module):
         def forward(self, *values: Tensor) -> Tensor:

@@ -376,12 +376,21 @@ def test_the_forms_of_an_example_call(dummy: Any, args: Any, kwargs: Any) -> Non
     assert str(found) == str((args, kwargs))
 
 
+def test_coarse_steps_keep_a_float_bias(tmp_path: Path) -> None:
+    """ONNX Runtime would round it with the product of both steps, which at 2 bits is no smaller than the output's."""
+    torch.manual_seed(0)
+    calibrated(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), [X], qconfig(bits=2)).export_onnx(
+        X, tmp_path / "m.onnx"
+    )
+    assert op_types(tmp_path / "m.onnx")["Max"] == 1
+
+
 def test_opset_versions(tmp_path: Path) -> None:
     qmodel = calibrated(TwoLayers(), [X], qconfig({"W.SPECIFIC": [{"second": ["QUANTIZER.BIT", 4]}]}))
-    with pytest.raises(
-        DeploymentError, match=r"opset_version=20: second\.weight \(int4, per channel\) needs 21; leave"
-    ):
-        qmodel.export_onnx(X, tmp_path / "m.onnx", opset_version=20)
+    for given in (13, 20):  # 13 is enough for the layers of 8 bits
+        words = rf"opset_version={given}: second\.weight \(int4, per channel\) needs 21; leave"
+        with pytest.raises(DeploymentError, match=words):
+            qmodel.export_onnx(X, tmp_path / "m.onnx", opset_version=given)
     with pytest.raises(DeploymentError, match="opset_version=99: torch does not write it"):
         qmodel.export_onnx(X, tmp_path / "m.onnx", opset_version=99)
     qmodel = calibrated(TwoLayers(), [X])

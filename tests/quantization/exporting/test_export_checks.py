@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting import export_checks
-from sparsebit.quantization.exporting.export_checks import check_parity, check_rules, compare_model
+from sparsebit.quantization.exporting.export_checks import (
+    NUM_SAMPLES,
+    check_loads,
+    check_parity,
+    check_rules,
+    compare_model,
+)
 from sparsebit.quantization.exporting.stored_parameters import stored_difference
 from tests.quantization.tiny import MaskFirst, calibrated, masked_batches, qconfig
 
@@ -299,6 +306,8 @@ def test_the_first_samples_in_batches_of_any_size(ort: Made) -> None:
     assert check_parity(ort.qmodel, ort.file, loader, num_samples=5).worst.num_samples == 5
     assert check_parity(ort.qmodel, ort.file, X, num_samples=2).worst.num_samples == 2
     assert check_parity(ort.qmodel, ort.file, {"x": X}).worst.num_samples == 6
+    many = check_parity(ort.qmodel, ort.file, X.repeat(11, 1, 1, 1))
+    assert many.worst.num_samples == NUM_SAMPLES == 64
 
 
 def test_no_data_is_no_success(ort: Made) -> None:
@@ -363,6 +372,20 @@ def test_inputs_are_matched_by_their_names_not_their_order(tmp_path: Path) -> No
     parity = qmodel.export_onnx(turned, tmp_path / "m.onnx", input_names=["values"], check=[batch, turned])
     assert parity is not None and [output.name for output in parity.outputs] == ["total", "best", "is_high"]
     assert parity.worst.max_difference <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_only_files_of_other_precision_are_opened(dtype: torch.dtype, tmp_path: Path) -> None:
+    qmodel = calibrated(nn.Sequential(nn.Linear(4, 4)).to(dtype), [torch.randn(2, 4).to(dtype)])
+    is_opened = pytest.raises(DeploymentError, match="half precision") if dtype != torch.float32 else nullcontext()
+    with is_opened:
+        check_loads(qmodel, tmp_path / "missing.onnx", "m.onnx")
+
+
+def test_the_last_bit_is_that_of_the_largest_number() -> None:
+    expected = np.array([1e-3, 1e-6], np.float32)
+    assert export_checks._is_rounded_alike(expected, expected + np.float32(1e-10))
+    assert not export_checks._is_rounded_alike(expected, expected + np.float32(1e-8))
 
 
 def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.errors import BackendError
 from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.quantization.planning.float_reasons import HIDDEN
+from sparsebit.quantization.planning.writes import IN_PLACE
 from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
 
 
@@ -122,6 +125,10 @@ class TestSharing:
         assert sites(qmodel) == {"a.input", "x.shared", "a.weight", "b.weight", "c.weight"}
         assert site(qmodel, "x.shared").scale < site(qmodel, "a.input").scale
 
+    def test_a_key_written_with_its_default_is_no_other_spec(self) -> None:
+        names = placed(self.Branches(), {"A.SPECIFIC": [{"b": ["OBSERVER.TYPE", "minmax"]}]})
+        assert names == {"x.shared", "a.weight", "b.weight", "c.weight"}
+
     def test_a_module_called_twice_has_a_scale_per_call(self) -> None:
         class Twice(nn.Module):
             def __init__(self) -> None:
@@ -220,6 +227,101 @@ def test_onnxruntime_quantizes_outputs_behind_the_relu() -> None:
     names = placed(Residual(), backend="onnxruntime")
     assert names >= {"stem.conv.input", "stem.relu.output", "conv.output", "relu.output", "adaptive_avg_pool2d.output"}
     assert "stem.conv.output" not in names and "add.output" not in names
+    assert "fc.input" not in QuantModel(Residual(), qconfig(backend="onnxruntime")).plan  # it is the pool's, flattened
+
+
+def test_a_quantized_output_has_the_format_that_all_its_readers_want() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.a(x)
+            return self.b(x), self.c(x)
+
+    changes = {"A.SPECIFIC": [{"[bc]": ["OBSERVER.TYPE", "percentile"]}]}
+    plan = QuantModel(Fork(), qconfig(changes, backend="onnxruntime")).plan
+    assert {name: site.observer for name, site in plan.items() if site.role != "weight"} == {
+        "a.input": "minmax",
+        "a.output": "percentile",
+        "b.output": "percentile",
+        "c.output": "percentile",
+    }
+
+
+def test_a_gate_called_twice_has_a_site_per_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.gate = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(self.b(self.gate(self.a(x))))
+
+    assert {name for name in placed(Twice(), backend="onnxruntime") if "gate.gate" in name} == {
+        *("gate.gate", "gate.gate.2")
+    }
+
+
+def test_a_format_that_does_not_follow_a_quantized_output() -> None:
+    """Also where the output is moved in between."""
+    changes = {"W.SPECIFIC": [{"2": ["QUANTIZER.TYPE", "fp8"]}], "A.SPECIFIC": [{"2": ["QUANTIZER.DISABLE", True]}]}
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    with pytest.raises(BackendError, match="fp8 at 2: its input is the quantized output of 0"):
+        QuantModel(model, qconfig(changes, backend="onnxruntime"))
+
+
+def test_stacked_matrices_are_a_weight() -> None:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(2, 4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x, self.experts)
+
+    assert placed(Stacked()) == {"experts", "matmul.input.0"}
+
+
+class Loose(nn.Module):
+    """Layers in code that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Linear(4, 2)
+        self.act, self.inplace = nn.ReLU(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.sum()) > 1e9 else self.fc(self.inplace(self.act(self.pool(self.conv(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("backend", "found"), [("virtual", {"pool.input", "act.input"}), ("onnxruntime", set())])
+def test_layers_in_code_that_cannot_be_traced(backend: str, found: set[str]) -> None:
+    plan = QuantModel(Loose(), qconfig(backend=backend)).plan
+    assert set(plan) == {"conv.input", "conv.weight", "fc.input", "fc.weight"} | found
+    reason = "onnxruntime runs max_pool in float" if backend == "onnxruntime" else None
+    assert plan.floats.get("pool") == reason
+    assert backend != "virtual" or plan.floats["inplace"] == IN_PLACE
+
+
+def test_groups_in_code_that_cannot_be_traced() -> None:
+    values = {"W.QSCHEME": "per-group-symmetric", "W.QUANTIZER.GROUP_SIZE": 3, "A.QUANTIZER.DISABLE": True}
+    with pytest.raises(BackendError, match="GROUP_SIZE=3 at fc: 4 inputs do not make whole groups"):
+        QuantModel(
+            Loose(), qconfig({**values, "W.SPECIFIC": [{"conv": ["QUANTIZER.DISABLE", True]}]}, backend="openvino")
+        )
+
+
+def test_ops_on_written_and_on_hidden_values_say_why_they_are_float() -> None:
+    class Code(nn.Module):
+        def forward(self, scores: Tensor, hidden: Tensor) -> Tensor:
+            scores = scores * 2
+            scores[:, :2].add_(1)
+            return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+
+    plan = QuantModel(Code(), qconfig({"A.QADD.ENABLE_QUANT": True})).plan
+    assert plan.floats == {"add_": IN_PLACE, "softmax": HIDDEN}
 
 
 def test_a_consumer_with_another_spec_reads_a_quantized_output() -> None:
@@ -290,6 +392,7 @@ def test_a_layer_that_stays_float_absorbs_nothing() -> None:
     section = {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"0": ["QUANTIZER.DISABLE", True]}]}
     coverage = QuantModel(model, parse_qconfig({"DEVICE": "cpu", "W": section, "A": section})).coverage
     assert [layer.name for layer in coverage.quantized] == ["1", "2"]
+    assert placed(model, {"SKIP_TRACE_MODULES": ["0"]}) == {"1.input", "2.input", "2.weight"}
 
 
 def test_a_skip_glob_without_a_module_warns_with_near_names() -> None:

@@ -60,11 +60,32 @@ class TestPlan:
         plan = plan_of(backend).replace({"*.weight": {"bits": bits, "granularity": PerTensor()}})
         again = Plan.from_dict(json.loads(plan.to_json()))
         assert again.config == plan.config and again.floats == plan.floats
+        assert plan.to_json().startswith('{\n "config": {\n  "')
         assert {n: s.to_dict() for n, s in again.items()} == {n: s.to_dict() for n, s in plan.items()}
         torch.manual_seed(0)
         left = calibrated_by(plan)
         torch.manual_seed(0)
         assert torch.equal(calibrated_by(again)(X), left(X))
+
+    def test_options_are_in_the_json(self) -> None:
+        """And only what is not the default."""
+        changes = {"A.OBSERVER.TYPE": "moving_average", "A.OBSERVER.MOVING_AVERAGE.EMA_RATIO": 0.5}
+        plan = plan_of(changes=changes)
+        values = plan.to_dict()["sites"]
+        assert values["fc.input"]["ema_ratio"] == 0.5 and "ema_ratio" not in values["fc.weight"]
+        assert values["fc.input"]["observer_options"] == {"EMA_RATIO": 0.5}
+        again = Plan.from_dict(json.loads(plan.to_json()))["fc.input"]
+        assert again.ema_ratio == 0.5 and again.observer_options == plan["fc.input"].observer_options
+
+    @pytest.mark.parametrize(
+        ("scheme", "expected"), [("per-group-symmetric", PerGroup(1, 2)), ("per-channel-symmetric", PerChannel(0))]
+    )
+    def test_the_axes_of_scales(self, scheme: str, expected: PerGroup | PerChannel) -> None:
+        changes = {"W.QSCHEME": scheme, "W.QUANTIZER.GROUP_SIZE": 2, "A.QSCHEME": "per-channel-affine"}
+        plan = plan_of(changes={**changes, "A.SPECIFIC": [{"fc": ["OBSERVER.LAYOUT", "NLC"]}]})
+        assert plan["fc.weight"].spec.granularity == expected
+        assert plan["conv.input"].spec.granularity == PerChannel(1)
+        assert plan["fc.input"].spec.granularity == PerChannel(-1)
 
     @pytest.mark.parametrize(
         ("values", "told"),
