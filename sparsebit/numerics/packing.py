@@ -47,7 +47,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             octets |= parts[..., place] << (place * bits)
         return octets.contiguous().view(torch.int32)  # a copy of transposed codes is transposed too
     padded = pad(codes.to(torch.int64), (0, -count % WORD)).unflatten(-1, (-1, WORD))
-    words = padded.new_zeros(*padded.shape[:-1], bits)
+    words: Tensor = padded.new_zeros(*padded.shape[:-1], bits)
     for place in range(WORD):
         word, shift = divmod(place * bits, WORD)
         shifted = padded[..., place] << shift
