@@ -140,6 +140,8 @@ def attention_layout(output: Tensor, is_fused: bool, is_training: bool) -> Tenso
 
     output (N, L, E)
     """
+    if torch.compiler.is_exporting():  # a file has no layout in memory
+        return output
     if is_fused and not is_training and not (torch.is_grad_enabled() and output.requires_grad):
         return output.contiguous()
     return output.transpose(0, 1).contiguous().transpose(0, 1)

@@ -11,8 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparsebit.graph.values.nested import tensors_of
+
 _MOST_ITEMS = 10_000  # of an iterator: it may have no end
 _WITHOUT_VALUES = (str, bytes, int, float, complex, type, ModuleType, CodeType, BuiltinFunctionType, nn.Module)
+
+
+def results_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call returns, and those of its arguments, which it may have written into."""
+    return [*returned_tensors(model(*args, **kwargs)), *tensors_of((args, kwargs))]
 
 
 def returned_tensors(result: Any) -> list[Tensor]:

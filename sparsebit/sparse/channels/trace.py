@@ -23,7 +23,7 @@ from sparsebit.graph.checking.outcome import cloned
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import MOVES
 from sparsebit.sparse.channels.op_call import Call, tensor_leaves
-from sparsebit.sparse.channels.returned import returned_tensors
+from sparsebit.sparse.channels.returned import results_of
 from sparsebit.sparse.channels.rules import carry
 from sparsebit.sparse.channels.run_state import nested_tensors
 
@@ -218,7 +218,7 @@ def watch(
     try:
         with plain_operators(), paths.watched():
             with _Watch(paths, trace, sets, names or {}, options or {}, values):
-                trace.outputs = returned_tensors((model(*args, **kwargs), args, kwargs))
+                trace.outputs = results_of(model, args, kwargs)
             trace.used.update(*(_sources_of(tensor, trace) for tensor in trace.outputs))
     except Exception as error:
         trace.error, trace.failed_in = error, paths.failed_in
@@ -242,7 +242,7 @@ def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
     """The model's outputs, by the same operators as in a run that is watched."""
     args, kwargs = cloned(call)
     with plain_operators():
-        return returned_tensors((model(*args, **kwargs), args, kwargs))
+        return results_of(model, args, kwargs)
 
 
 @contextlib.contextmanager

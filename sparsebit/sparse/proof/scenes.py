@@ -22,7 +22,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
-from sparsebit.sparse.channels.returned import returned_tensors
+from sparsebit.sparse.channels.returned import results_of
 from sparsebit.sparse.channels.trace import plain_operators
 from sparsebit.sparse.proof.code_forks import Arm, ForkedFunction, Observe, forks_run
 from sparsebit.sparse.proof.no_side_effects import no_side_effects
@@ -64,7 +64,7 @@ class Scene:
         """The outputs, and the arms that were taken. Training runs with gradients on, as it does in use."""
         args, kwargs = map_nested(Tensor, torch.clone, self.call)  # a model may write into its inputs
         with self.entered(model, observe) as taken, plain_operators(with_grad=self.is_training):
-            return [tensor.detach() for tensor in returned_tensors((model(*args, **kwargs), args, kwargs))], taken
+            return [tensor.detach() for tensor in results_of(model, args, kwargs)], taken
 
     @contextlib.contextmanager
     def entered(self, model: nn.Module, observe: Observe | None = None) -> Iterator[set[Arm]]:

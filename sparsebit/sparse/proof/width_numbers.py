@@ -64,8 +64,9 @@ class NumbersOfSizes(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         name, frame = function.__name__, sys._getframe(1)
-        while frame.f_back and frame.f_code.co_name in (name, "handle_torch_function", "wrapped"):
-            frame = frame.f_back  # of functions of torch that are written in Python
+        own = (name, "handle_torch_function", "wrapped")  # of functions of torch that are written in Python
+        while frame.f_back and frame.f_code.co_name in own and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
         if is_library(frame.f_code.co_filename):
             return result
         if function in _READS:

@@ -84,6 +84,17 @@ def test_channels_that_are_written_into_an_argument_stay() -> None:
     assert axes == {("a.weight", 0), ("a.bias", 0), ("b.weight", 1)}, str(found)
 
 
+class ReadsAnArgument(Net):
+    def forward(self, x: Tensor, more: Any) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_iterators_among_the_arguments_are_not_read() -> None:
+    more = iter([1, 2])
+    find_groups(ReadsAnArgument(torch.clone).eval(), (torch.randn(2, 4), more))
+    assert list(more) == [1, 2]
+
+
 def test_tensors_are_found_once_in_their_order() -> None:
     one, two = torch.ones(1), torch.ones(2)
     loop: list[Any] = [one, {"b": two, "a": one}, None, "text", nn.Linear(1, 1)]
