@@ -1,0 +1,141 @@
+"""`Ladder`: what `sparsebit.compress` tried, how each candidate was judged, and which one it chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sparsebit.errors import RecordError
+from sparsebit.records.json_form import from_plain, to_plain
+from sparsebit.records.run_record import Environment
+
+FORMAT = "sparsebit-ladder"
+VERSION = 1
+
+Verdict = Literal["within", "too much loss", "over budget", "failed", "out of time"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A candidate against the float model on the same samples.
+
+    `loss`: the mean of the paired differences, float minus candidate, in the unit of the metric: positive is worse.
+    `bound`: half the width of its 95 % confidence interval; None if the metric returns one number for all samples.
+    `is_decided`: the interval lies on one side of the allowed loss.
+    """
+
+    metric: str
+    unit: str
+    num_samples: int
+    float_score: float
+    score: float
+    loss: float
+    bound: float | None
+    is_decided: bool
+
+    def __str__(self) -> str:
+        bound = "" if self.bound is None else f" ± {self.bound:.2g}"
+        return f"loses {self.loss:.2f}{bound} {self.unit} on {self.num_samples} samples"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a file costs. `num_bytes`: on disk. `milliseconds`, `latency`: a call's time, and over that of the float
+    file, timed in turns; None if the target is not run here. `macs`: multiplications of one call.
+    """
+
+    num_bytes: int
+    bytes_ratio: float
+    macs: int
+    macs_ratio: float
+    milliseconds: float | None = None
+    latency: float | None = None
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """One candidate. `rung`: the function that proposed it, `why`: for which reason. `folder`: relative to the run.
+
+    `recipe`: what makes it (`config` as YAML, `placement`, `sparsity`), as `Recipe.to_dict` returns it.
+    `parity`: the verdict of the comparison of the file with the simulation. `fault`: why the candidate failed.
+    """
+
+    name: str
+    rung: str
+    why: str
+    verdict: Verdict
+    seconds: float
+    folder: str
+    recipe: dict[str, Any] = field(default_factory=dict)
+    cost: Cost | None = None
+    selection: Judgement | None = None
+    final: Judgement | None = None
+    parity: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class LadderGoal:
+    """What was asked. `max_loss`: None without a limit. `budget`: upper limits by name, `latency`, `bytes` or `macs`.
+
+    A limit up to 1 is a share of the float file's; a larger one is absolute (milliseconds, bytes, multiplications).
+    `prefer`: what is made small within these limits; `loss` if a budget was given.
+    """
+
+    target: str
+    metric: str
+    max_loss: float | None
+    budget: dict[str, float]
+    prefer: Literal["latency", "bytes", "macs", "loss"]
+    minutes: float
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """All steps in the order they were tried. `best`: the name of the chosen one; empty: none has been made.
+
+    `pareto`: the names of the steps that no other step beats in both loss and cost. `float_cost`: of the float file.
+    `finished`: False while the search runs, or after it was interrupted.
+    """
+
+    goal: LadderGoal
+    float_cost: Cost | None
+    steps: tuple[LadderStep, ...]
+    best: str
+    met: bool
+    reason: str
+    pareto: tuple[str, ...]
+    seconds: float
+    finished: bool
+    reproduce: str
+    environment: Environment
+    version: int = field(default=VERSION, init=False)
+
+    def step(self, name: str) -> LadderStep:
+        return next(step for step in self.steps if step.name == name)
+
+    def replace(self, **changes: Any) -> Ladder:
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        values = {"format": FORMAT, **to_plain(self, Ladder)}
+        return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "ladder") -> Ladder:
+        """The inverse of `to_json`; a RecordError for anything else. `source`: its name in messages."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{source} is damaged: {str(error) or 'nested too deeply'}") from None
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise RecordError(f"{source} is not a ladder of `sparsebit compress`; name the folder of a run")
+        if values.get("version") != VERSION:
+            raise RecordError(f"{source} has version {values.get('version')!r}; this Sparsebit reads version {VERSION}")
+        given = {key: value for key, value in values.items() if key not in ("format", "version")}
+        try:
+            return from_plain(cls, given, "ladder")
+        except RecordError as error:
+            raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
