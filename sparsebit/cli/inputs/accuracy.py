@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from sparsebit.cli.inputs.data import Data
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.execution.batches import as_call, to_device
+from sparsebit.numerics.intervals import difference_margin, share_interval
 from sparsebit.quantization.inspecting.class_scores import LABELS
-
-_Z = 1.96  # 95 % of a normal distribution
 
 Predictor = Callable[..., Any]
 
@@ -145,28 +143,6 @@ def unknown_classes(where: str, num_folders: int | None, num_classes: int | None
         f"{where}: {num_folders} folders, and the model has scores of {num_classes} classes: which is which is not "
         "known; name the folders by the numbers of the classes, or give --metric agreement, which needs no labels"
     )
-
-
-def share_interval(right: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
-
-    >>> [round(end, 3) for end in share_interval(90, 100)]
-    [0.826, 0.945]
-    """
-    share, square = right / total, _Z * _Z / total
-    middle = (share + square / 2) / (1 + square)
-    half = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def difference_margin(lost: int, gained: int, total: int) -> float:
-    """Half of the 95 % interval of the difference of two shares on the same samples (Agresti and Min, 2005).
-
-    >>> round(difference_margin(9, 4, 1000), 4)
-    0.0073
-    """
-    one, other, all_of_them = lost + 0.5, gained + 0.5, total + 2
-    return _Z * math.sqrt(one + other - (one - other) ** 2 / all_of_them) / all_of_them
 
 
 def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Tensor | None]:

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.cli.inputs.calibrated_model import Subject
-from sparsebit.cli.inputs.onnx_inputs import FileModel
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.cli.outputs.output import kilobytes
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
+from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
 from sparsebit.deploy.comparing.verdict import verdict
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order, input_names

@@ -11,7 +11,7 @@ from sparsebit.cli.inputs.accuracy import Accuracy, Predictor, Scores
 from sparsebit.cli.inputs.calibrated_model import load_saved, scored_models
 from sparsebit.cli.inputs.data import Inputs, fitting, load_data
 from sparsebit.cli.inputs.loading import LoadingError, load_net, refuse_weights
-from sparsebit.cli.inputs.onnx_inputs import FileData, FileModel, inputs_of
+from sparsebit.cli.inputs.onnx_inputs import FileData, inputs_of
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import typed
 from sparsebit.cli.options import refuse
@@ -20,6 +20,7 @@ from sparsebit.cli.outputs.output import Output, decibel, table
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import CheckOptions
 from sparsebit.deploy.comparing.check import AS_WRITTEN, FileParity, check_against, check_as_written, runtime_of
+from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization.exporting.export_checks import check_parity, compare_model

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.cli.inputs.accuracy import Accuracy, Answers, NoScores, difference_margin, measure, share_interval
+from sparsebit.cli.inputs.accuracy import Accuracy, Answers, NoScores, measure
 from sparsebit.cli.inputs.data import Data
+from sparsebit.numerics.intervals import difference_margin, share_interval
 
 X = torch.eye(4)
 

@@ -12,8 +12,10 @@ pytest.importorskip("numpy")
 import numpy
 
 from sparsebit.cli.inputs.loading import LoadingError
-from sparsebit.cli.inputs.onnx_inputs import as_feeds, feeds
+from sparsebit.cli.inputs.onnx_inputs import feeds
+from sparsebit.deploy.comparing.file_model import as_feeds
 from sparsebit.deploy.sessions.runtime_sessions import Session
+from sparsebit.errors import DeploymentError
 
 
 class Fake(Session):
@@ -69,7 +71,7 @@ def test_half_precision() -> None:
     ids=["too few", "name", "too many", "type"],
 )
 def test_what_does_not_fit(batch: Any, session: Session, told: str) -> None:
-    with pytest.raises(LoadingError, match=told):
+    with pytest.raises(DeploymentError, match=told):
         as_feeds(batch, session, "net.onnx")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from sparsebit.cli.inputs.onnx_inputs import FileModel
+from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import write
 
