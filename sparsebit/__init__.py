@@ -26,6 +26,7 @@ from sparsebit.first_sparsebit import add_former_modules
 from sparsebit.version import __version__, warn_of_the_index_package
 
 if TYPE_CHECKING:
+    from sparsebit.compress.compress import compress
     from sparsebit.deploy.audit.audit_file import audit
     from sparsebit.deploy.audit.tensorrt_rules import tensorrt_violations
     from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
@@ -70,6 +71,7 @@ __all__ = [
     "Tolerance",
     "__version__",
     "audit",
+    "compress",
     "extend_record",
     "measured",
     "open_session",
@@ -88,6 +90,7 @@ _LAZY = {
     "PROFILES": "sparsebit.deploy.runtimes",
     "RuntimeProfile": "sparsebit.deploy.runtimes",
     "audit": "sparsebit.deploy.audit.audit_file",
+    "compress": "sparsebit.compress",
     "open_session": "sparsebit.deploy.sessions.runtime_sessions",
     "quantize": "sparsebit.quantization.post_training",
     "record": "sparsebit.quantization.recording",

@@ -27,6 +27,23 @@ _RECENT = 16  # items whose mean time predicts the remaining time; finished bloc
 _quiet = False
 _notes: list[Callable[[str], None]] = []  # one for each visible bar, the innermost last
 _clock = time.monotonic
+_ends: float | None = None  # when `track` raises OutOfTime
+
+
+class OutOfTime(Exception):
+    """The time of a `time_limit` is over. Work that uses `track` raises it between two items."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Inside, every loop over `track` ends with OutOfTime when the seconds are over; an outer limit still holds."""
+    global _ends
+    outer, own = _ends, _clock() + seconds
+    _ends = own if outer is None else min(outer, own)
+    try:
+        yield
+    finally:
+        _ends = outer
 
 
 def set_quiet(quiet: bool) -> None:
@@ -127,6 +144,7 @@ def track(items: Iterable[T], what: str, *, fewest: int = 10, total: int | None 
     `total`: their number, if `items` does not have it; then a percentage and the remaining time are shown.
     """
     size = len(items) if isinstance(items, Sequence) else total
+    items = items if _ends is None else _in_time(items)
     if _prints_lines():
         with _lines.work(what, size) as work:
             _notes.append(lambda text: setattr(work, "note", text))
@@ -150,6 +168,13 @@ def track(items: Iterable[T], what: str, *, fewest: int = 10, total: int | None 
             yield from bar.track(items, task_id=task, total=size)
         finally:
             _notes.pop()
+
+
+def _in_time(items: Iterable[T]) -> Iterator[T]:
+    for item in items:
+        if _ends is not None and _clock() > _ends:
+            raise OutOfTime
+        yield item
 
 
 @contextlib.contextmanager

@@ -1,7 +1,28 @@
-"""Combines several methods: channels and bits in one choice."""
+"""Combines the methods: `compress` finds the best file under a goal; `choose_channels_and_bits` chooses both at once."""
 
 from __future__ import annotations
 
+from sparsebit.compress.compress import compress
 from sparsebit.compress.joint_search import JointChoice, choose_channels_and_bits
+from sparsebit.compress.known import Known, Study
+from sparsebit.compress.metrics import OfModel, PerSample, WholeSet
+from sparsebit.compress.outcome import Result
+from sparsebit.compress.recipe import Recipe
+from sparsebit.compress.rungs import Rung, register_rung
+from sparsebit.compress.trial import Candidate
 
-__all__ = ["JointChoice", "choose_channels_and_bits"]
+__all__ = [
+    "Candidate",
+    "JointChoice",
+    "Known",
+    "OfModel",
+    "PerSample",
+    "Recipe",
+    "Result",
+    "Rung",
+    "Study",
+    "WholeSet",
+    "choose_channels_and_bits",
+    "compress",
+    "register_rung",
+]

@@ -97,9 +97,11 @@ class Ladder:
     """All steps in the order they were tried. `best`: the name of the chosen one; empty: none has been made.
 
     `pareto`: the names of the steps that no other step beats in both loss and cost. `float_cost`: of the float file.
-    `finished`: False while the search runs, or after it was interrupted.
+    `finished`: False while the search runs, or after it was interrupted. `identity`: a checksum of the model, the data
+    and the goal. `reproduce`: how to make the chosen file again without a search.
     """
 
+    identity: str
     goal: LadderGoal
     float_cost: Cost | None
     steps: tuple[LadderStep, ...]

@@ -1,0 +1,168 @@
+"""`Bench`: what every candidate is made from and measured with: the float model and file, data, judge and clock."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.compress.judging import Judge, Model
+from sparsebit.compress.runtime_model import RuntimeModel
+from sparsebit.deploy.audit.file_latency import Stopwatch, Timed
+from sparsebit.deploy.exporting.node_names import tidy
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, in_order, input_names, to_onnx
+from sparsebit.deploy.onnx_graph.model_file import num_bytes, staged, write
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import DeploymentError
+from sparsebit.execution.batches import Call, as_call
+from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
+from sparsebit.graph.values.nested import map_nested
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.records.ladder import Cost, LadderGoal
+from sparsebit.sparse.budgets.model_size import model_size
+
+Axes = dict[str, dict[int, str]]
+_TIMING_S = 3.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """How the model is called: one batch, the float outputs on it, and which of its sizes a file leaves open."""
+
+    call: Call
+    outputs: Any
+    rows: SampleRows
+    axes: Axes | None
+
+    def with_samples(self, count: int) -> Call:
+        """The call with this many samples, the same again if there are too few."""
+        found: Call = self.rows.of(self.call, [row % self.rows.count for row in range(count)])
+        return found
+
+    @property
+    def batch(self) -> Any:
+        """What a file is written from. Two samples, because torch.export takes a size of one as fixed."""
+        args, kwargs = self.with_samples(2 if self.axes else self.rows.count)
+        return kwargs or args
+
+
+def example_of(model: nn.Module, batches: Sequence[Any]) -> Example:
+    """The first batch as a call. Open sizes: the batch, and every size in which batches differ."""
+    calls = [as_call(batch, model) for batch in batches]
+    args, kwargs = map_nested(Tensor, torch.clone, calls[0])
+    with torch.no_grad():
+        outputs = model(*args, **kwargs)
+    rows = find_sample_rows(calls[0], model, outputs)
+    signature = inspect.signature(model.forward)
+    named = [_named(call, signature) for call in calls]
+    samples = {id(tensor) for tensor in rows.tensors(calls[0])}
+    axes: Axes = {}
+    names: dict[tuple[int, ...], str] = {}  # sizes that are equal in every batch are one size
+    for name, tensor in named[0].items():
+        seen = [found[name] for found in named if name in found and found[name].dim() == tensor.dim()]
+        for axis in range(tensor.dim()):
+            sizes = tuple(other.shape[axis] for other in seen)
+            if axis == 0 and id(tensor) in samples:
+                axes.setdefault(name, {})[0] = "batch"
+            elif len(set(sizes)) > 1:
+                axes.setdefault(name, {})[axis] = names.setdefault(sizes, f"size{len(names)}")
+    return Example(calls[0], outputs, rows, axes or None)
+
+
+def _named(call: Call, signature: inspect.Signature) -> dict[str, Tensor]:
+    """The tensors of a call by the names that the file gives them."""
+    args, kwargs = call[0], in_order(call[1], signature)
+    return dict(zip(input_names(args, kwargs, signature, None), flat_inputs(args, kwargs), strict=True))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """`calibration`: the batches that candidates are calibrated on. `float_file`: the float model for the runtime."""
+
+    model: nn.Module
+    goal: LadderGoal
+    calibration: Sequence[Any]
+    example: Example
+    judge: Judge
+    stopwatch: Stopwatch | None
+    float_file: Path
+    float_cost: Cost
+
+    @property
+    def runtime(self) -> str:
+        return PROFILES[self.goal.target].executes or "onnxruntime"
+
+    def runner(self, file: Path, qmodel: QuantModel) -> Model:
+        """What is judged: the file in its runtime; the simulation if the target does not run here."""
+        if self.stopwatch is None:
+            return qmodel
+        return RuntimeModel(file, self.runtime, self.model, self.example.outputs)
+
+    def cost(self, file: Path, net: nn.Module, name: str) -> Cost:
+        """The cost of a file. `net`: the float model that it was quantized from; `name`: unique to the file."""
+        size, macs = num_bytes(file), _macs(net, self.example)
+        timed = self.times({name: file}).get(name)
+        return Cost(
+            size,
+            size / self.float_cost.num_bytes,
+            macs,
+            macs / self.float_cost.macs if self.float_cost.macs else 1.0,
+            None if timed is None else timed.ms,
+            None if timed is None else timed.ratio,
+        )
+
+    def times(self, files: Mapping[str, Path], seconds: float = _TIMING_S) -> dict[str, Timed]:
+        """The time of each file over the float file's, in turns; empty if the target does not run here."""
+        if self.stopwatch is None:
+            return {}
+        read = {name: path.read_bytes() for name, path in {"float": self.float_file, **files}.items()}
+        return self.stopwatch.ratios(read, seconds)
+
+
+def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopwatch | None:
+    """Times one sample with one thread; None if files for the target do not run here."""
+    runtime = PROFILES[goal.target].executes
+    if runtime is None:
+        return None
+    call = example.with_samples(1)
+    arrays = [tensor.detach().cpu().numpy() for tensor in _named(call, inspect.signature(model.forward)).values()]
+    return Stopwatch(runtime, [arrays])
+
+
+def float_cost(file: Path, model: nn.Module, example: Example, stopwatch: Stopwatch | None) -> Cost:
+    """What the float file costs: the reference of all shares."""
+    milliseconds = None
+    if stopwatch is not None:
+        milliseconds = stopwatch.ratios({"float": file.read_bytes()}, 1.0)["float"].ms
+    latency = None if stopwatch is None else 1.0
+    return Cost(num_bytes(file), 1.0, _macs(model, example), 1.0, milliseconds, latency)
+
+
+def write_float(model: nn.Module, example: Example, target: Path) -> Axes | None:
+    """Write the float model; returns the open sizes, None if the model cannot be exported with any."""
+    signature = inspect.signature(model.forward)
+    for axes in dict.fromkeys([bool(example.axes), False]):
+        args, kwargs = example.with_samples(2) if axes else example.call
+        options = OnnxOptions(dynamic_axes=example.axes if axes else None, opset_version=PROFILES["virtual"].opset)
+        try:
+            made: Any = to_onnx(model, args, in_order(kwargs, signature), options, signature=signature)
+        except DeploymentError:
+            if axes:
+                continue
+            raise
+        tidy(made, {})
+        with staged(target) as path:
+            write(made, path)
+        return example.axes if axes else None
+    raise AssertionError("the loop returns or raises")
+
+
+def _macs(net: nn.Module, example: Example) -> int:
+    """Multiplications for one sample."""
+    args, kwargs = example.call
+    return round(model_size(net, kwargs or args).macs)

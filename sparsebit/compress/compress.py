@@ -1,0 +1,147 @@
+"""`compress`: the best file under a goal, found by climbing a ladder of methods within a time budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.compress.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
+from sparsebit.compress.goal import Amount, Budget, read_goal
+from sparsebit.compress.judging import judge_of
+from sparsebit.compress.metrics import Metric, has_own_data, inputs_of, read_metric
+from sparsebit.compress.outcome import Result, write_outcome
+from sparsebit.compress.run_folder import RunFolder
+from sparsebit.compress.rungs import RUNGS, Rung
+from sparsebit.compress.samples import Samples, split
+from sparsebit.compress.search import Search
+from sparsebit.deploy.sessions.environment import environment
+from sparsebit.errors import ConfigError
+from sparsebit.graph.values.nested import tensors_of
+from sparsebit.records.ladder import Ladder, LadderGoal
+from sparsebit.tensor_files import digest
+
+log = logging.getLogger(__name__)
+
+
+def compress(
+    model: nn.Module,
+    data: Any,
+    target: str = "onnxruntime",
+    *,
+    folder: str | os.PathLike[str],
+    metric: Any = None,
+    validation: Any = None,
+    max_loss: float | None = None,
+    budget: Budget | None = None,
+    prefer: Amount | None = None,
+    minutes: float = 20.0,
+    rungs: Sequence[str] | None = None,
+    show: Callable[[Ladder], None] | None = None,
+) -> Result:
+    """The fastest file that keeps the loss, or the most accurate one that keeps the budget, in about `minutes`.
+
+    `data`: batches as for `quantize`. Without `validation`, its first half calibrates and the rest judges. `target`: a
+    backend. `folder`: keeps everything; the same call with the same folder continues a run that was stopped.
+
+    `metric`: a score, higher is better; see `sparsebit.compress.metrics` for its forms. None: the agreement with the
+    float model, without labels. `max_loss`: in the unit of the metric, percent points for shares; 1 if no budget is
+    given either. `budget`: limits on `latency`, `bytes`, `macs`: up to 1 a share of the float file's, else
+    milliseconds, bytes, multiplications. `prefer`: what is made small without a budget; `latency` by default.
+    `rungs`: the names of those to climb, default all. `show`: called with the ladder after every step.
+
+    Every file that is offered has passed the comparison with its simulation in the runtime. If nothing keeps the goal,
+    the nearest candidate is returned with the reason, and `train.py` in the folder.
+
+    >>> result = sparsebit.compress(net, loader, folder="run/", max_loss=0.5)  # doctest: +SKIP
+    >>> result.file, result.met, result.reason  # doctest: +SKIP
+    """
+    chosen = _chosen(rungs)
+    samples = split(data, validation, needs_samples=not has_own_data(metric))
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        example = example_of(model, samples.calibration)
+        batch = (samples.selection or samples.calibration)[0]
+        measured = read_metric(metric, _outputs(model, batch), batch)
+        goal = read_goal(target, measured.name, max_loss=max_loss, budget=budget, prefer=prefer, minutes=float(minutes))
+        run = RunFolder(folder)
+        with run.alone():
+            return _run(model, samples, example, measured, goal, run, chosen, show or _quiet)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _run(
+    model: nn.Module,
+    samples: Samples,
+    example: Example,
+    metric: Metric,
+    goal: LadderGoal,
+    run: RunFolder,
+    rungs: list[Rung],
+    show: Callable[[Ladder], None],
+) -> Result:
+    empty = Ladder(
+        identity=_identity(model, samples, goal, rungs),
+        goal=goal,
+        float_cost=None,
+        steps=(),
+        best="",
+        met=False,
+        reason="",
+        pareto=(),
+        seconds=0.0,
+        finished=False,
+        reproduce="",
+        environment=environment(),
+    )
+    ladder = run.read(empty.identity) or empty
+    float_file = run.path / "float.onnx"
+    example = replace(example, axes=write_float(model, example, float_file))
+    stopwatch = stopwatch_for(goal, example, model)
+    cost = ladder.float_cost or float_cost(float_file, model, example, stopwatch)
+    judge = judge_of(metric, model, samples.selection, samples.final)
+    bench = Bench(model, goal, samples.calibration, example, judge, stopwatch, float_file, cost)
+    if not ladder.finished:
+        search = Search(bench, rungs, run, ladder.replace(float_cost=cost), show)
+        ladder = write_outcome(bench, run, search.run())
+        show(ladder)
+    return Result(ladder, run.path, bench)
+
+
+def _chosen(names: Sequence[str] | None) -> list[Rung]:
+    """The rungs in their order."""
+    every = [RUNGS.get(name) for name in (RUNGS.names() if names is None else names)]
+    if not every:
+        raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(RUNGS.names())}")
+    return sorted(every, key=lambda rung: rung.order)
+
+
+def _identity(model: nn.Module, samples: Samples, goal: LadderGoal, rungs: list[Rung]) -> str:
+    """A checksum of what the result depends on; another number of minutes continues the same run."""
+    state = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    batches = [*samples.calibration[:1], *samples.selection[:1], *samples.final[:1]]
+    data = {str(place): tensor for place, tensor in enumerate(tensors_of(batches))}
+    sizes = [len(part) for part in (samples.calibration, samples.selection, samples.final)]
+    names = [rung.name for rung in rungs]
+    asked = json.dumps([goal.target, goal.metric, goal.max_loss, goal.budget, goal.prefer, sizes, names])
+    return hashlib.sha256(f"{digest(state)} {digest(data)} {asked}".encode()).hexdigest()
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = inputs_of(batch, model)
+    return model(*args, **kwargs)
+
+
+def _quiet(ladder: Ladder) -> None:
+    del ladder

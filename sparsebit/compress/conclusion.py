@@ -1,0 +1,68 @@
+"""The result in words: why the goal was met or not, and what would be next."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from sparsebit.compress.goal import used
+from sparsebit.records.ladder import Cost, Ladder, LadderStep
+
+TRAINING = "train.py"
+
+
+def reason_for(ladder: Ladder) -> str:
+    """One or two sentences."""
+    if not ladder.best:
+        faults = [step.fault for step in ladder.steps if step.fault]
+        why = f"all {len(ladder.steps)} failed: {faults[-1]}" if faults else "the time was over before the first"
+        return f"no candidate was made; {why}"
+    best = ladder.step(ladder.best)
+    if ladder.met:
+        return f"{best.name} {_loss(best)}{_costs(ladder, best)}"
+    return f"{_why_not(ladder)}; the nearest is {best.name}: it {_loss(best)}{_costs(ladder, best)}. {_next(ladder)}"
+
+
+def _loss(step: LadderStep) -> str:
+    if step.final is not None:
+        return f"{step.final} that selection never saw" if step.final.bound is not None else str(step.final)
+    return str(step.selection) if step.selection is not None else "was not judged, because it is over the budget"
+
+
+def _costs(ladder: Ladder, step: LadderStep) -> str:
+    if step.cost is None:
+        return ""
+    return f"; it takes {cost_words(step.cost)} of the float file"
+
+
+def cost_words(cost: Cost) -> str:
+    """The shares of the float file's time, bytes and multiplications."""
+    parts = [f"{cost.latency:.2f} of the time"] if cost.latency is not None else []
+    parts.append(f"{cost.bytes_ratio:.3f} of the bytes")
+    if cost.macs_ratio < 1:
+        parts.append(f"{cost.macs_ratio:.2f} of the multiplications")
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+
+
+def _why_not(ladder: Ladder) -> str:
+    goal, steps = ladder.goal, ladder.steps
+    counts = Counter(step.verdict for step in steps)
+    parts = []
+    if counts["too much loss"]:
+        losing = [step.selection for step in steps if step.verdict == "too much loss" and step.selection]
+        bound, unit = max(judged.bound or 0.0 for judged in losing), losing[0].unit
+        limit = f"{goal.max_loss:g} ± {bound:.2g} {unit}"
+        parts.append(f"{counts['too much loss']} of {len(steps)} candidates lose more than {limit}")
+    if counts["over budget"]:
+        costs = [used(goal, step.cost) for step in steps if step.cost is not None]
+        names = sorted({name for shares in costs for name, share in shares.items() if share > 1})
+        parts.append(f"{counts['over budget']} of {len(steps)} take more than the budget of {', '.join(names)}")
+    if counts["failed"]:
+        parts.append(f"{counts['failed']} of {len(steps)} could not be made")
+    if counts["within"]:
+        parts.append("what kept the loss in the selection lost more on samples that it never saw")
+    return ", ".join(parts) or "the time was over"
+
+
+def _next(ladder: Ladder) -> str:
+    stopped = "" if ladder.finished else "The search was stopped: the same call again goes on. "
+    return f"{stopped}Training would be next: {TRAINING}"

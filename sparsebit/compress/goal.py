@@ -1,0 +1,128 @@
+"""The goal of a search: what is asked, how far a file is from it, and which of two files is better."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from sparsebit.backends import BACKENDS
+from sparsebit.config.fields import nearest
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import ConfigError
+from sparsebit.records.ladder import Cost, LadderGoal, LadderStep
+
+Amount = Literal["latency", "bytes", "macs"]
+Budget = Mapping[str, float | str]
+
+# Points of the metric that a file may lose if neither a loss nor a budget was given.
+USUAL_LOSS = 1.0
+_UNITS: dict[str, dict[str, float]] = {
+    "latency": {"us": 1e-3, "ms": 1.0, "s": 1e3},
+    "bytes": {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30},
+    "macs": {"k": 1e3, "m": 1e6, "g": 1e9},
+}
+_AMOUNTS = get_args(Amount)
+
+
+def read_goal(
+    target: str,
+    metric: str,
+    *,
+    max_loss: float | None,
+    budget: Budget | None,
+    prefer: Amount | None,
+    minutes: float,
+) -> LadderGoal:
+    """The checked goal; a ConfigError names what is wrong."""
+    if target not in BACKENDS:
+        near = nearest(target, BACKENDS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"target={target!r}: allowed: {', '.join(BACKENDS)}{hint}")
+    if not minutes > 0:
+        raise ConfigError(f"minutes={minutes:g}: how long the search may take, above 0")
+    if max_loss is not None and not max_loss >= 0:
+        raise ConfigError(f"max_loss={max_loss:g}: a loss in the unit of the metric, from 0 on")
+    if prefer is not None and prefer not in _AMOUNTS:
+        raise ConfigError(f"prefer={prefer!r}: allowed: {', '.join(_AMOUNTS)}")
+    if prefer is not None and budget:
+        raise ConfigError(
+            f"prefer={prefer!r} and a budget: a budget asks for the most accurate file; give one of the two"
+        )
+    limits = {name: read_amount(name, limit) for name, limit in (budget or {}).items()}
+    runs_here = PROFILES[target].executes is not None
+    if not runs_here and (prefer == "latency" or "latency" in limits):
+        raise ConfigError(f"files for {target} do not run here, so their latency is not known; use bytes or macs")
+    if limits:
+        return LadderGoal(target, metric, max_loss, limits, "loss", minutes)
+    loss = USUAL_LOSS if max_loss is None else float(max_loss)
+    return LadderGoal(target, metric, loss, {}, prefer or ("latency" if runs_here else "bytes"), minutes)
+
+
+def read_amount(name: str, limit: float | str) -> float:
+    """A limit as a number: up to 1 a share of the float file's, above that milliseconds, bytes or multiplications.
+
+    >>> read_amount("latency", "50 %"), read_amount("bytes", "4 MB"), read_amount("latency", 0.5)
+    (0.5, 4000000.0, 0.5)
+    """
+    if name not in _AMOUNTS:
+        raise ConfigError(f"budget {name!r}: allowed: {', '.join(_AMOUNTS)}")
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(%|[A-Za-z]*)\s*", str(limit))
+    units = {"": 1.0, "%": 0.01, **_UNITS[name]}
+    try:
+        number = float(found[1]) if found else float("nan")
+    except ValueError:
+        number = float("nan")
+    factor = units.get(found[2].lower(), float("nan")) if found else 0.0
+    if not 0 < number * factor < float("inf"):
+        known = ", ".join(unit for unit in units if unit)
+        raise ConfigError(f"budget {name}={limit!r}: a number above 0, as 0.5, or with a unit: {known}")
+    if found and found[2] not in ("", "%") and number * factor <= 1:
+        raise ConfigError(f"budget {name}={limit!r}: limits up to 1 are shares of the float file's; give a share")
+    return number * factor
+
+
+def used(goal: LadderGoal, cost: Cost) -> dict[str, float]:
+    """How much of each budget the file takes: 1 is all of it."""
+    return {name: _amount(name, cost, absolute=limit > 1) / limit for name, limit in goal.budget.items()}
+
+
+def rank(goal: LadderGoal, step: LadderStep) -> tuple[float, ...]:
+    """The order of steps, the best first: those that keep the goal; the rest by how far they are from it."""
+    if step.cost is None:
+        return (2.0,)
+    over = max([0.0, *(share - 1 for share in used(goal, step.cost).values())])
+    loss = float("inf") if step.selection is None else step.selection.loss
+    if step.verdict == "within":
+        return (0.0, loss) if goal.prefer == "loss" else (0.0, _amount(goal.prefer, step.cost), loss)
+    return (1.0, over, loss)
+
+
+def cost_of(goal: LadderGoal, cost: Cost) -> float:
+    """The share of the float file's cost that the search makes small; with a budget, that of the tightest one."""
+    if goal.prefer != "loss":
+        return _amount(goal.prefer, cost)
+    name = max(used(goal, cost).items(), key=lambda item: item[1])[0]
+    return _amount(name, cost)
+
+
+def pareto(goal: LadderGoal, steps: tuple[LadderStep, ...]) -> tuple[str, ...]:
+    """The names of the judged steps that no other step beats in both loss and cost, the cheapest first."""
+    judged = [
+        (cost_of(goal, step.cost), step.selection.loss, step.name) for step in steps if step.cost and step.selection
+    ]
+    found: list[tuple[float, float, str]] = []
+    for one in sorted(judged):
+        if not found or one[1] < found[-1][1]:
+            found.append(one)
+    return tuple(name for _, _, name in found)
+
+
+def _amount(name: Any, cost: Cost, *, absolute: bool = False) -> float:
+    found = {
+        "latency": (cost.latency, cost.milliseconds),
+        "bytes": (cost.bytes_ratio, cost.num_bytes),
+        "macs": (cost.macs_ratio, cost.macs),
+    }[name][absolute]
+    assert found is not None  # `read_goal` refuses a latency that is not measured
+    return float(found)

@@ -1,0 +1,136 @@
+"""`Known`: what a search knows when it asks a rung for the next candidate; `Study` measures more when a rung asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.backends import BACKENDS
+from sparsebit.compress.bench import Bench
+from sparsebit.compress.goal import cost_of, rank, used
+from sparsebit.compress.joint_search import JointChoice, choose_channels_and_bits
+from sparsebit.compress.metrics import noise
+from sparsebit.compress.recipe import Recipe
+from sparsebit.compress.trial import load
+from sparsebit.config.schema import QuantConfig
+from sparsebit.execution.batches import as_call
+from sparsebit.quantization.mixed_precision.search import search_bits
+from sparsebit.quantization.post_training import quantize
+from sparsebit.quantization.quant_config import as_qconfig
+from sparsebit.records.ladder import LadderGoal, LadderStep
+from sparsebit.sparse.sparse_model import SparseModel
+
+_NUM_WORST = 8
+
+
+@dataclass(frozen=True)
+class Study:
+    """Measurements on the calibration data that a rung may ask for. `root`: the folder of the run."""
+
+    bench: Bench
+    root: Path
+
+    def has_depthwise(self) -> bool:
+        """Whether some convolution has one weight per channel, whose ranges differ widely."""
+        convs = (m for m in self.bench.model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
+        return any(conv.groups > 1 and conv.groups == conv.in_channels for conv in convs)
+
+    def has_linears(self) -> bool:
+        """Whether the model multiplies matrices, as transformers do, whose inputs have outlier channels."""
+        return sum(isinstance(module, nn.Linear) for module in self.bench.model.modules()) > 1
+
+    def worst_layers(self, step: LadderStep) -> list[str]:
+        """The layers of a finished candidate that cost the most accuracy, the worst first."""
+        _, qmodel = load(self.bench, step, self.root / step.folder)
+        batch = self.bench.calibration[0]
+        args, kwargs = as_call(batch, self.bench.model)
+        with torch.no_grad():
+            reference = self.bench.model(*args, **kwargs)
+
+        def exactness(model: Any) -> float:
+            with torch.no_grad():
+                return float(noise(model(*args, **kwargs), batch, reference).mean())
+
+        gains = qmodel.accuracy_gains([batch], exactness, num_layers=_NUM_WORST)
+        return [row.layer for row in gains.layers if row.gain > 0]
+
+    def bits_under(self, config: QuantConfig, share: float, weight_bits: tuple[int, ...]) -> QuantConfig:
+        """The config with the bits per layer that lose least at this share of the float weights' bytes."""
+        plain = config.replace("ALGORITHMS", [])
+        qmodel = quantize(self.bench.model, self.bench.calibration, plain)
+        found = search_bits(qmodel, self.bench.calibration, {"bytes": share}, weight_bits=weight_bits)
+        steps = [step.to_entry() for step in config.ALGORITHMS]
+        return found.config.replace("ALGORITHMS", steps) if steps else found.config
+
+    def channels_and_bits(self, config: QuantConfig, share: float, weight_bits: tuple[int, ...]) -> JointChoice:
+        """Channels to remove, and bits of the rest, at this share of the float model's bytes."""
+        model, batches, plain = self.bench.model, self.bench.calibration, config.replace("ALGORITHMS", [])
+        return choose_channels_and_bits(model, batches, {"bytes": share}, qconfig=plain, weight_bits=weight_bits)
+
+    def channels(self, budget: Mapping[str, float]) -> tuple[Any, int]:
+        """The config that removes channels until the float model keeps the budget, and the width it rounds to."""
+        smodel = SparseModel(self.bench.model, "{SPARSER: {TYPE: structured}}", self.bench.calibration[0]).eval()
+        choice = smodel.choose_ratios(dict(budget), self.bench.calibration, round_to=(16, 8, 1))
+        return smodel.config_of(choice.ratios), choice.round_to
+
+
+@dataclass(frozen=True)
+class Known:
+    """The input of a rung. `steps`: everything that was tried, in order; `seconds_left`: until the search ends."""
+
+    goal: LadderGoal
+    steps: tuple[LadderStep, ...]
+    study: Study
+    seconds_left: float
+
+    @property
+    def best(self) -> LadderStep | None:
+        """The candidate that keeps the goal best so far, or is nearest to it."""
+        made = [step for step in self.steps if step.cost is not None]
+        return min(made, key=lambda step: rank(self.goal, step), default=None)
+
+    @property
+    def kept(self) -> LadderStep | None:
+        """The best candidate, if it keeps the goal."""
+        best = self.best
+        return best if best is not None and best.verdict == "within" else None
+
+    @property
+    def loses(self) -> bool:
+        """Whether more accuracy is wanted: nothing keeps the loss yet, or the goal is the least loss."""
+        return self.goal.prefer == "loss" or self.kept is None
+
+    def of(self, rung: str) -> list[LadderStep]:
+        """The steps that a rung proposed."""
+        return [step for step in self.steps if step.rung == rung]
+
+    def recipe(self, step: LadderStep) -> Recipe:
+        return Recipe.from_dict(step.recipe)
+
+    def over(self, name: str) -> float:
+        """How far the best candidate is above a budget: 1 is at the limit; 0 without that budget."""
+        best = self.best
+        return 0.0 if best is None or best.cost is None else used(self.goal, best.cost).get(name, 0.0)
+
+    def share_of(self, step: LadderStep) -> float:
+        """The cost that the search makes small, as a share of the float file's."""
+        assert step.cost is not None
+        return cost_of(self.goal, step.cost)
+
+    @property
+    def wants_small(self) -> bool:
+        """Whether fewer bytes than 8 bits have are asked for."""
+        return self.goal.prefer == "bytes" or "bytes" in self.goal.budget
+
+    @property
+    def low_bit_config(self) -> QuantConfig:
+        """4-bit weights in the target's formats; activations of 8 bits where the target runs both, else float."""
+        config, backend = as_qconfig(self.goal.target), BACKENDS[self.goal.target]
+        if 4 not in backend.weight.bits:
+            config = config.replace("A.QUANTIZER.DISABLE", True)
+        return config.replace("W.QUANTIZER.BIT", 4)

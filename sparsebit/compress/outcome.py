@@ -1,0 +1,110 @@
+"""The results of a search in its folder: `best.onnx` with what makes it again, records, and the training script."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sparsebit.compress.bench import Bench
+from sparsebit.compress.conclusion import TRAINING
+from sparsebit.compress.run_folder import RunFolder
+from sparsebit.compress.training_script import training_script
+from sparsebit.compress.trial import FILE, MODEL, RECORD, load
+from sparsebit.deploy.audit.audit_file import audit
+from sparsebit.folders import replace_text
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.records import read_record, write_record
+from sparsebit.records.ladder import Ladder, LadderStep
+
+BEST, CONFIG, PLACEMENT, SPARSITY = "best.onnx", "best.yaml", "placement.json", "sparsity.yaml"
+_PROFILED_BATCHES, _TIMED_S = 2, 2.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found. `ladder` has all facts; `folder` has the files."""
+
+    ladder: Ladder
+    folder: Path
+    bench: Bench
+
+    @property
+    def file(self) -> Path | None:
+        """The best file; None if no candidate could be made."""
+        return self.folder / BEST if self.ladder.best else None
+
+    @property
+    def model(self) -> QuantModel | None:
+        """The quantized model that the file was written from."""
+        if not self.ladder.best:
+            return None
+        step = self.ladder.step(self.ladder.best)
+        return load(self.bench, step, self.folder / step.folder)[1]
+
+    @property
+    def met(self) -> bool:
+        """Whether the file keeps the goal."""
+        return self.ladder.met
+
+    @property
+    def reason(self) -> str:
+        """Why, in a sentence, with the loss and the cost."""
+        return self.ladder.reason
+
+    @property
+    def steps(self) -> tuple[LadderStep, ...]:
+        """Everything that was tried, in order."""
+        return self.ladder.steps
+
+    @property
+    def pareto(self) -> tuple[LadderStep, ...]:
+        """The steps that no other one beats in both loss and cost, the cheapest first."""
+        return tuple(self.ladder.step(name) for name in self.ladder.pareto)
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'not met'}: {self.reason}"
+
+
+def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
+    """Write the best candidate's files to the top of the run; returns the ladder with how to make it again."""
+    if not ladder.best:
+        run.write(ladder)
+        return ladder
+    step = ladder.step(ladder.best)
+    source = run.path / step.folder
+    run.copy_in(source / FILE, BEST)
+    run.copy_in(source / MODEL, "best")
+    recipe = step.recipe
+    _write(run.path / CONFIG, recipe["config"])
+    has_profile = isinstance(recipe["placement"], dict)
+    _write(run.path / PLACEMENT, json.dumps(recipe["placement"], indent=1) + "\n" if has_profile else None)
+    _write(run.path / SPARSITY, recipe["sparsity"])
+    _write(run.path / TRAINING, None if ladder.met else training_script(ladder))
+    _write_record(bench, run, step)
+    placed = f', placement="{run.path / PLACEMENT}"' if has_profile else ""
+    net = "small" if recipe["sparsity"] else "model"
+    again = f'sparsebit.quantize({net}, batches, "{run.path / CONFIG}"{placed})'
+    ladder = ladder.replace(reproduce=again)
+    run.write(ladder)
+    return ladder
+
+
+def _write_record(bench: Bench, run: RunFolder, step: LadderStep) -> None:
+    """The record of the step, with the errors of all layers and how the runtime executes the file."""
+    source, file = run.path / step.folder, run.path / BEST
+    qmodel = load(bench, step, source)[1]
+    errors = qmodel.profile(bench.calibration[:_PROFILED_BATCHES])
+    made = read_record(source / RECORD)
+    assert made.file is not None
+    audits = () if bench.stopwatch is None else (audit(file, runtime=bench.runtime, budget_s=_TIMED_S),)
+    facts = replace(made.file, path=str(file))
+    write_record(run.path / RECORD, made.replace(errors=(errors,), audits=audits, file=facts))
+
+
+def _write(path: Path, text: str | None) -> None:
+    """Write a file, or remove the one of an earlier call."""
+    if text is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace_text(path, text)

@@ -1,0 +1,85 @@
+"""The folder of a search: the ladder so far, a folder for each candidate, and the results.
+
+`ladder.json` is replaced as a whole after every step, so a killed run continues after the last finished one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparsebit.errors import ConfigError
+from sparsebit.folders import alone_in, exchange, put_in_place, replace_file, replace_text, staging_folder
+from sparsebit.records.ladder import Ladder
+
+LADDER, CANDIDATES = "ladder.json", "candidates"
+
+
+class RunFolder:
+    """`identity`: a checksum of the model, the data and the goal. A folder of another run is an error."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser().resolve()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other process works in this folder."""
+        if self.path.exists() and (not self.path.is_dir() or (any(self.path.iterdir()) and not self._is_run())):
+            raise ConfigError(f"folder={str(self.path)!r} exists and is not a run of compress; choose another folder")
+        (self.path / CANDIDATES).mkdir(parents=True, exist_ok=True)
+        try:
+            with alone_in(self.path):
+                yield
+        except BlockingIOError:
+            raise ConfigError(f"another process works in {self.path} now; wait, or choose another folder") from None
+
+    def read(self, identity: str) -> Ladder | None:
+        """The ladder of an earlier call, without folders of steps that were not finished; None at the first call."""
+        file = self.path / LADDER
+        if not file.exists():
+            found = None
+        else:
+            found = Ladder.from_json(file.read_text(encoding="utf-8"), str(file))
+            if found.identity != identity:
+                raise ConfigError(
+                    f"{self.path} holds a run with another model, other data or another goal; choose another folder, "
+                    "or repeat the call that began it"
+                )
+        finished = set() if found is None else {step.folder for step in found.steps}
+        for folder in (self.path / CANDIDATES).iterdir():
+            if f"{CANDIDATES}/{folder.name}" not in finished:
+                shutil.rmtree(folder)
+        return found
+
+    def write(self, ladder: Ladder) -> None:
+        replace_text(self.path / LADDER, ladder.to_json())
+
+    def step_folder(self, name: str) -> Path:
+        """A new folder for a candidate."""
+        folder = self.path / CANDIDATES / name
+        folder.mkdir()
+        return folder
+
+    def relative(self, folder: Path) -> str:
+        return folder.relative_to(self.path).as_posix()
+
+    def copy_in(self, source: Path, name: str) -> Path:
+        """Copy a file or a folder to the top of the run, in one step."""
+        target = self.path / name
+        if source.is_file():
+            replace_file(target, lambda made: shutil.copyfile(source, made))
+            return target
+        with staging_folder(target) as folder:
+            made = folder / name
+            shutil.copytree(source, made)
+            if target.exists() and not exchange(made, target):
+                shutil.rmtree(target)
+            if not target.exists():
+                put_in_place(made, target)
+        return target
+
+    def _is_run(self) -> bool:
+        return (self.path / CANDIDATES).is_dir()

@@ -1,0 +1,277 @@
+"""The rungs of the ladder: each proposes the next candidate from what is known, or None if it has nothing to add.
+
+What is cheap and likely comes first. A search asks every rung in order, again and again, until none proposes anything
+new. `register_rung` adds one:
+
+>>> @register_rung("my rung", order=45)
+... def my_rung(known: Known) -> Candidate | None:
+...     return None if known.kept else Candidate("mine", "nothing keeps the loss", Recipe(...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sparsebit.compress.known import Known
+from sparsebit.compress.recipe import Recipe
+from sparsebit.compress.trial import Candidate
+from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.quantization.effort import with_effort
+from sparsebit.quantization.quant_config import as_qconfig
+from sparsebit.records.ladder import LadderStep
+from sparsebit.registry import Registry
+from sparsebit.sparse.sparse_config import parse_sconfig
+
+Propose = Callable[[Known], Candidate | None]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """`propose` with its place in the ladder: a smaller `order` is asked first."""
+
+    name: str
+    order: int
+    propose: Propose
+
+
+RUNGS: Registry[Rung] = Registry("rung")
+_MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
+
+
+def register_rung(name: str, *, order: int, replace: bool = False) -> Callable[[Propose], Propose]:
+    """A decorator that adds a rung; those of Sparsebit have the orders 10, 20, ..., 90."""
+
+    def add(propose: Propose) -> Propose:
+        RUNGS.register(name, replace=replace)(Rung(name, order, propose))
+        return propose
+
+    return add
+
+
+@register_rung("eight bits", order=10)
+def eight_bits(known: Known) -> Candidate | None:
+    """8 bits, as the profile of the target says."""
+    if known.of("eight bits"):
+        return None
+    why = f"8 bits in the formats that {known.goal.target} runs cost little accuracy and are the fastest"
+    return Candidate("w8", why, Recipe(as_qconfig(known.goal.target)))
+
+
+@register_rung("measured placement", order=20)
+def measured_placement(known: Known) -> Candidate | None:
+    """Layers that are slower in integers stay float: measured on this machine."""
+    wants_time = known.goal.prefer == "latency" or "latency" in known.goal.budget
+    best = known.best
+    if best is None or not wants_time or PROFILES[known.goal.target].executes is None:
+        return None
+    recipe = known.recipe(best)
+    if recipe.placement != "default" or best.verdict == "too much loss":
+        return None
+    why = f"some layers of {best.name} may be slower in integers than in float on this machine"
+    return Candidate(f"{best.name}-placed", why, recipe.replace(placement="measured"))
+
+
+@register_rung("ranges", order=30)
+def ranges(known: Known) -> Candidate | None:
+    """Ranges that clip outliers, instead of the extremes of the calibration data."""
+    best = known.best
+    if best is None or not known.loses:
+        return None
+    for kind in ("mse", "percentile"):
+        name = f"{_base(best)}-{kind}"
+        recipe = known.recipe(best)
+        changed = _with_observers(recipe.config, kind)
+        if changed is not None and not _is_tried(known, recipe.replace(config=changed)):
+            why = f"{best.name} {_loss(best)}; ranges chosen by {kind} clip rare large values"
+            return Candidate(name, why, recipe.replace(config=changed))
+    return None
+
+
+@register_rung("rescaling", order=40)
+def rescaling(known: Known) -> Candidate | None:
+    """Smoothing moves outlier channels of activations into the weights; equalization evens out depthwise weights."""
+    best = known.best
+    if best is None or not known.loses:
+        return None
+    recipe = known.recipe(best)
+    if recipe.config.A.QUANTIZER.DISABLE:
+        return None
+    ways = [("smooth", known.study.has_linears()), ("equalize", known.study.has_depthwise())]
+    for step, fits in ways:
+        present = [entry.to_entry() for entry in recipe.config.ALGORITHMS]
+        if not fits or step in present:
+            continue
+        changed = recipe.replace(config=recipe.config.replace("ALGORITHMS", [step, *present]))
+        if not _is_tried(known, changed):
+            what = "outlier channels of activations" if step == "smooth" else "depthwise weights of different size"
+            return Candidate(f"{_base(best)}-{step}", f"{best.name} {_loss(best)}; {step} evens out {what}", changed)
+    return None
+
+
+@register_rung("float layers", order=50)
+def float_layers(known: Known) -> Candidate | None:
+    """The layers that cost the most accuracy stay float: 1, 2, 4, then 8 of them."""
+    tried = known.of("float layers")
+    base = next((step for step in reversed(known.steps) if step.rung != "float layers" and step.cost), None)
+    best = known.best
+    if not known.loses or known.goal.prefer == "loss" or best is None or base is None or len(tried) >= 4:
+        return None
+    start = min((s for s in known.steps if s.cost and s.rung != "float layers"), key=lambda s: _loss_of(s))
+    names, count = known.study.worst_layers(start), 2 ** len(tried)
+    if count > max(len(names), 1) * 2 or not names:
+        return None
+    recipe, chosen = known.recipe(start), names[:count]
+    config = _with_float(recipe.config, chosen)
+    why = f"{start.name} {_loss(start)}; the outputs lose most at {', '.join(chosen[:3])}"
+    return Candidate(f"{_base(start)}-float{len(chosen)}", why, recipe.replace(config=config, placement="default"))
+
+
+@register_rung("four bits", order=60)
+def four_bits(known: Known) -> Candidate | None:
+    """4-bit weights, rounded by GPTQ, then by reconstruction."""
+    if not known.wants_small or not _needs_fewer_bytes(known):
+        return None
+    done = known.of("four bits")
+    if not done:
+        why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
+        return Candidate("w4-gptq", why, Recipe(with_effort(known.low_bit_config, "good")))
+    first = done[0]
+    if len(done) > 1 or first.cost is None or (known.goal.prefer != "loss" and first.verdict == "within"):
+        return None
+    why = f"{first.name} {_loss(first)}; reconstruction trains the rounding block by block"
+    return Candidate("w4-best", why, Recipe(with_effort(known.low_bit_config, "best")))
+
+
+@register_rung("mixed bits", order=70)
+def mixed_bits(known: Known) -> Candidate | None:
+    """4 or 8 bits per layer, by sensitivity: as few bytes as keep the loss, or the least loss in the budget."""
+    four = next((step for step in known.of("four bits") if step.cost is not None), None)
+    eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
+    tried = known.of("mixed bits")
+    if four is None or eight is None or len(tried) >= _MOST_BITS_TRIES:
+        return None
+    assert four.cost is not None and eight.cost is not None
+    low, high = four.cost.bytes_ratio, eight.cost.bytes_ratio
+    if "bytes" in known.goal.budget:
+        share = _limit(known, "bytes")
+        if tried and tried[-1].verdict == "over budget" and tried[-1].cost:
+            share *= share / tried[-1].cost.bytes_ratio
+        elif tried:
+            return None
+    elif four.verdict == "within":
+        return None
+    else:  # bisection between the sizes of 4 and of 8 bits
+        for step in tried:
+            if step.cost is not None:
+                low, high = (low, step.cost.bytes_ratio) if step.verdict == "within" else (step.cost.bytes_ratio, high)
+        share = (low + high) / 2
+    if not low < share < high:
+        return None
+    config = known.study.bits_under(with_effort(known.low_bit_config, "good"), _packed(share, four), (4, 8))
+    why = f"{four.name} {_loss(four)}; layers that lose most get 8 bits, at {share:.3f} of the float bytes"
+    return Candidate(f"mixed-{share:.3f}", why, Recipe(config))
+
+
+@register_rung("channels and bits", order=80)
+def channels_and_bits(known: Known) -> Candidate | None:
+    """Removes channels and chooses bits together, for a budget of bytes that 4 bits alone do not reach."""
+    four = next((step for step in known.of("four bits") if step.cost is not None), None)
+    tried = [step for step in known.of("channels and bits") if step.cost is not None]
+    if "bytes" not in known.goal.budget or four is None or len(known.of("channels and bits")) >= _MOST_JOINT_TRIES:
+        return None
+    assert four.cost is not None
+    limit = _limit(known, "bytes")
+    share = _packed(limit, four)
+    if tried:
+        last = tried[-1]
+        assert last.cost is not None
+        if last.verdict != "over budget":
+            return None
+        share = share + (limit - last.cost.bytes_ratio) * (len(tried) + 0.1)
+    elif limit > four.cost.bytes_ratio * 1.5:
+        return None
+    found = known.study.channels_and_bits(known.low_bit_config, max(share, 0.01), (4, 8))
+    config = with_effort(found.qconfig, "good")
+    why = f"the budget of {limit:.3f} of the bytes, against {four.cost.bytes_ratio:.3f} with 4 bits: channels go too"
+    return Candidate(f"joint-{share:.3f}", why, Recipe(config, sconfig=found.sconfig))
+
+
+@register_rung("channels", order=90)
+def channels(known: Known) -> Candidate | None:
+    """Removes channels for a budget of latency or multiplications that 8 bits alone do not reach."""
+    tried = known.of("channels")
+    wanted = {name: known.over(name) for name in ("latency", "macs") if known.over(name) > 1}
+    if not wanted or len(tried) >= _MOST_JOINT_TRIES:
+        return None
+    name = max(wanted, key=lambda key: wanted[key])
+    eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
+    if eight is None or eight.cost is None:
+        return None
+    # The quantized file takes `before` of the float file's amount, so channels must bring the rest of the way.
+    before = {"latency": eight.cost.latency, "macs": 1.0}[name] or 1.0
+    share = min(0.95, _limit(known, name) / before * 0.97 * 0.95 ** len(tried))
+    sconfig, round_to = known.study.channels({name: share})
+    why = f"8 bits take {before:.2f} of the float {name}; without some channels it is about {share * before:.2f}"
+    recipe = Recipe(as_qconfig(known.goal.target), sconfig=parse_sconfig(sconfig), round_to=round_to)
+    return Candidate(f"channels-{share:.2f}", why, recipe)
+
+
+def _is_tried(known: Known, recipe: Recipe) -> bool:
+    return any(step.recipe and known.recipe(step).key == recipe.key for step in known.steps)
+
+
+def _base(step: LadderStep) -> str:
+    """The name without the number that the search puts in front."""
+    return step.name.split("-", 1)[1] if step.name[:2].isdigit() else step.name
+
+
+def _loss(step: LadderStep) -> str:
+    return str(step.selection) if step.selection is not None else f"is {step.verdict}"
+
+
+def _loss_of(step: LadderStep) -> float:
+    return float("inf") if step.selection is None else step.selection.loss
+
+
+def _with_observers(config: QuantConfig, kind: str) -> QuantConfig | None:
+    """The config with ranges chosen by `kind`; None if they are already, or no quantizer has a range to choose."""
+    changes: list[Any] = []
+    for part in ("W", "A"):
+        section = getattr(config, part)
+        if section.QUANTIZER.DISABLE or (part == "W" and kind == "percentile") or kind == section.OBSERVER.TYPE:
+            continue
+        changes += [f"{part}.OBSERVER.TYPE", kind]
+    return config.replace(*changes) if changes else None
+
+
+def _with_float(config: QuantConfig, layers: list[str]) -> QuantConfig:
+    for part in ("W", "A"):
+        own = [{name: ["QUANTIZER.DISABLE", True]} for name in layers]
+        present = [override.to_entry() for override in getattr(config, part).SPECIFIC]
+        config = config.replace(f"{part}.SPECIFIC", [*own, *present])
+    return config
+
+
+def _limit(known: Known, name: str) -> float:
+    """A budget as a share of the float file's amount."""
+    limit = known.goal.budget[name]
+    if limit <= 1:
+        return limit
+    cost = known.study.bench.float_cost
+    whole = {"bytes": cost.num_bytes, "macs": cost.macs, "latency": cost.milliseconds or 1.0}[name]
+    return limit / whole
+
+
+def _needs_fewer_bytes(known: Known) -> bool:
+    """Whether 8 bits are too large, or smaller is better."""
+    return known.goal.prefer == "bytes" or any(step.verdict == "over budget" for step in known.of("eight bits"))
+
+
+def _packed(share: float, four: LadderStep) -> float:
+    """A share of the file's bytes as one of the weights': a file also holds its graph and scales."""
+    assert four.cost is not None
+    rest = max(0.0, four.cost.bytes_ratio - 0.125)
+    return share - rest

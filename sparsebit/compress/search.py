@@ -1,0 +1,182 @@
+"""`Search`: climbs the ladder until no rung has anything to add, or the time is over, and concludes.
+
+The only state is the ladder, which is written after every step. What a rung proposes depends on it alone (and on the
+calibration data), so a killed search continues as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sparsebit.compress.bench import Bench
+from sparsebit.compress.conclusion import reason_for
+from sparsebit.compress.goal import pareto, rank
+from sparsebit.compress.known import Known, Study
+from sparsebit.compress.run_folder import RunFolder
+from sparsebit.compress.rungs import Rung
+from sparsebit.compress.trial import FILE, Candidate, load, try_candidate
+from sparsebit.progress import OutOfTime, time_limit
+from sparsebit.records.ladder import Ladder, LadderStep
+
+log = logging.getLogger(__name__)
+
+Show = Callable[[Ladder], None]
+_RESERVE = 0.05  # of the time, for the final judgement
+_MOST_FINALS = 3  # candidates that are judged on the final samples
+_NEAR = 1.05  # candidates this near to the fastest are timed again, in turns
+
+
+class Search:
+    """`ladder`: empty, or of a search that was stopped. `show` is called after every step."""
+
+    def __init__(self, bench: Bench, rungs: Sequence[Rung], folder: RunFolder, ladder: Ladder, show: Show) -> None:
+        self.bench, self.rungs, self.folder, self.ladder, self.show = bench, rungs, folder, ladder, show
+        self.study = Study(bench, folder.path)
+        self.began = time.monotonic() - ladder.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the search began, without the time that it was stopped."""
+        return time.monotonic() - self.began
+
+    @property
+    def seconds_left(self) -> float:
+        """For candidates: the final judgement has a reserve."""
+        return 60 * self.ladder.goal.minutes * (1 - _RESERVE) - self.seconds
+
+    def run(self) -> Ladder:
+        """The finished ladder; of an interrupted search, the best so far."""
+        finished = True
+        try:
+            self._climb()
+        except KeyboardInterrupt:
+            log.warning("interrupted: the best candidate so far is kept; the same call again goes on")
+            finished = False
+        self._conclude(finished=finished)
+        return self.ladder
+
+    def _climb(self) -> None:
+        while self._climbed_once():
+            pass
+
+    def _climbed_once(self) -> bool:
+        """One pass over the rungs; whether any proposed a candidate that was tried."""
+        went_on = False
+        for rung in self.rungs:
+            while self._has_time():
+                try:
+                    with time_limit(self.seconds_left):
+                        candidate = rung.propose(self._known())
+                        if candidate is None or self._is_tried(candidate):
+                            break
+                        self._try(rung, candidate)
+                        went_on = True
+                except OutOfTime:
+                    log.info("the time is over while %s was at work", rung.name)
+                    return False
+                except Exception as fault:  # a rung that measures something which this model does not allow
+                    log.info("rung %s proposes nothing", rung.name, exc_info=True)
+                    log.warning("rung %s: %s: %s", rung.name, type(fault).__name__, fault)
+                    break
+        return went_on and self._has_time()
+
+    def _has_time(self) -> bool:
+        """Whether the quickest candidate so far would fit into what is left."""
+        quickest = min((step.seconds for step in self.ladder.steps if step.cost is not None), default=0.0)
+        return self.seconds_left > quickest
+
+    def _known(self) -> Known:
+        return Known(self.ladder.goal, self.ladder.steps, self.study, self.seconds_left)
+
+    def _is_tried(self, candidate: Candidate) -> bool:
+        known, key = self._known(), candidate.recipe.key
+        return any(step.recipe and known.recipe(step).key == key for step in self.ladder.steps)
+
+    def _try(self, rung: Rung, candidate: Candidate) -> None:
+        name = f"{len(self.ladder.steps) + 1:02d}-{candidate.name}"
+        folder = self.folder.step_folder(name)
+        recipe = candidate.recipe.to_dict()
+        step = LadderStep(
+            name, rung.name, candidate.why, "out of time", 0.0, self.folder.relative(folder), recipe=recipe
+        )
+        best = self._known().kept
+        rejects = best.selection.loss if best is not None and best.selection is not None else None
+        log.info("%s: %s", name, candidate.why)
+        limit = rejects if self.ladder.goal.prefer == "loss" else None
+        began, tried = time.monotonic(), step
+        try:
+            tried = try_candidate(self.bench, candidate, step, folder, limit)
+        except OutOfTime:
+            tried = replace(step, seconds=time.monotonic() - began)
+            raise
+        finally:
+            if tried.seconds:
+                self._add(tried)
+
+    def _add(self, step: LadderStep) -> None:
+        steps = (*self.ladder.steps, step)
+        judged = [one for one in steps if one.cost is not None]
+        best = min(judged, key=lambda one: rank(self.ladder.goal, one), default=None)
+        changes = {"steps": steps, "best": "" if best is None else best.name, "seconds": self.seconds}
+        self._write(self.ladder.replace(**changes, pareto=pareto(self.ladder.goal, steps)))
+        log.info("%s: %s, %s", step.name, step.verdict, step.fault or step.selection or "not judged")
+
+    def _write(self, ladder: Ladder) -> None:
+        self.ladder = ladder
+        self.folder.write(ladder)
+        self.show(ladder)
+
+    def _conclude(self, *, finished: bool) -> None:
+        """Choose among those that keep the goal: time the fastest again, judge on samples that selection never saw."""
+        goal = self.ladder.goal
+        self._time_again()
+        ranked = sorted((s for s in self.ladder.steps if s.cost is not None), key=lambda s: rank(goal, s))
+        chosen, met = (ranked[0] if ranked else None), False
+        for step in [step for step in ranked if step.verdict == "within"][:_MOST_FINALS]:
+            judged = self._finally_judged(step)
+            final = judged.final
+            assert final is not None
+            met = goal.max_loss is None or final.loss <= goal.max_loss + (final.bound or 0.0)
+            if met:
+                chosen = judged
+                break
+            # The next one is judged on the same samples: the more are tried, the less these are unseen.
+            log.warning("%s: %s, on samples that the selection never saw", step.name, final)
+        if not met and chosen is not None and chosen.selection is not None and chosen.final is None:
+            chosen = self._finally_judged(chosen)
+        best = "" if chosen is None else chosen.name
+        ladder = self.ladder.replace(best=best, met=met, seconds=self.seconds, finished=finished)
+        self._write(ladder.replace(reason=reason_for(ladder)))
+
+    def _time_again(self) -> None:
+        """Latencies that were measured minutes apart differ by noise: the nearest ones are timed in turns."""
+        if self.ladder.goal.prefer != "latency":
+            return
+        kept = [step for step in self.ladder.steps if step.verdict == "within" and step.cost and step.cost.latency]
+        fastest = min((step.cost.latency for step in kept if step.cost and step.cost.latency), default=0.0)
+        near = [step for step in kept if step.cost and (step.cost.latency or 0) <= _NEAR * fastest]
+        if len(near) < 2:
+            return
+        files = {step.name: self.folder.path / step.folder / FILE for step in near}
+        for name, timed in self.bench.times(files).items():
+            if name in files:
+                step = self.ladder.step(name)
+                assert step.cost is not None
+                self._replace(replace(step, cost=replace(step.cost, latency=timed.ratio, milliseconds=timed.ms)))
+
+    def _finally_judged(self, step: LadderStep) -> LadderStep:
+        if step.final is not None:
+            return step
+        folder = self.folder.path / step.folder
+        qmodel = load(self.bench, step, folder)[1]
+        judged = self.bench.judge.conclude(self.bench.runner(folder / FILE, qmodel), self.ladder.goal.max_loss)
+        found = replace(step, final=judged)
+        self._replace(found)
+        return found
+
+    def _replace(self, step: LadderStep) -> None:
+        steps = tuple(step if one.name == step.name else one for one in self.ladder.steps)
+        self._write(self.ladder.replace(steps=steps))

@@ -1,0 +1,77 @@
+"""`train.py`: the last rung, a script that trains the nearest candidate with the float model as its teacher."""
+
+from __future__ import annotations
+
+from sparsebit.records.ladder import Ladder
+
+_SCRIPT = '''\
+"""Trains {name} at its bits, with the float model as the teacher: no labels are needed.
+
+Fill in the two functions, then: python train.py
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from sparsebit.execution.batches import calls
+from sparsebit.quantization import QuantModel, parse_qconfig
+
+
+def float_model():
+    raise NotImplementedError("return the float model, in eval mode")
+
+
+def batches():
+    raise NotImplementedError("return a list or a DataLoader of training inputs, in the form of calibration data")
+
+
+EPOCHS, RATE = 10, 1e-5
+HERE = Path(__file__).parent
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+teacher = float_model().to(device)
+calibration = [batch for batch, _ in zip(batches(), range(8))]
+{net}
+config = parse_qconfig(str(HERE / "best.yaml")).replace("DEVICE", device, "ALGORITHMS", [])
+qmodel = QuantModel(net, config, example_inputs=calibration[0])
+qmodel.prepare_calibration()
+with torch.no_grad():
+    for args, kwargs in calls(calibration, net, device):
+        qmodel(*args, **kwargs)
+qmodel.init_QAT()
+optimizer = torch.optim.AdamW(qmodel.parameter_groups(lr=RATE))
+for epoch in range(EPOCHS):
+    qmodel.train()
+    for args, kwargs in calls(batches(), net, device):
+        with torch.no_grad():
+            wanted = teacher(*args, **kwargs)
+        found = qmodel(*args, **kwargs)
+        loss = {loss}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {{epoch + 1}} of {{EPOCHS}}: loss {{float(loss):.4f}}")
+qmodel.eval()
+qmodel.save(HERE / "trained")
+qmodel.export_onnx(calibration[0], HERE / "trained.onnx", check=calibration)
+'''
+_DENSE = "net = float_model().to(device)"
+_PRUNED = """\
+from sparsebit.sparse import SparseModel
+
+smodel = SparseModel(float_model(), str(HERE / "sparsity.yaml"), calibration[0]).eval()
+smodel.calc_params(calibration)
+smodel.reconstruct(calibration)
+net = smodel.shrink({round_to}).to(device)"""
+_OF_CLASSES = 'F.kl_div(found.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")'
+_OF_VALUES = "F.mse_loss(found, wanted)  # of outputs that are one tensor; otherwise compare the one that matters"
+
+
+def training_script(ladder: Ladder) -> str:
+    """The script for the best candidate; its config lies next to it."""
+    step = ladder.step(ladder.best)
+    net = _PRUNED.format(round_to=step.recipe.get("round_to", 1)) if step.recipe.get("sparsity") else _DENSE
+    loss = _OF_CLASSES if "top-1" in ladder.goal.metric else _OF_VALUES
+    return _SCRIPT.format(name=step.name, net=net, loss=loss)
