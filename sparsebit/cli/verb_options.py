@@ -25,7 +25,7 @@ from sparsebit.cli.option_groups import (
     example_option,
     option,
 )
-from sparsebit.cli.options import read_bits
+from sparsebit.cli.options import Names, read_bits, read_names
 
 NUM_ROWS = 20  # of the table of `profile`
 
@@ -77,6 +77,40 @@ class QuantizeOptions:
     scored: ScoreOptions = ScoreOptions()
     written: FileOptions = FileOptions()
     said: OutputOptions = OutputOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    """Find the best file under a goal: what to lose, what to keep.
+
+    The fastest file that keeps the accuracy, or the most accurate one in a budget. Tries quantization, placement, ranges, rounding, mixed bits and pruning, step by step, within the minutes. With
+    --test-data, candidates are compared with the float model on it by accuracy; without, by agreement with the float
+    model on a part of --data. The same command with the same folder continues a run that was stopped.
+
+    sparsebit compress -m my_model:Net -w net.safetensors -d calibration.npz --test-data test.npz --max-loss 0.5 -o run/
+
+    sparsebit compress -m my_model:Net -w net.safetensors -d calibration.npz --budget bytes=0.12 --minutes 30 -o small/
+    """
+
+    common: ClassVar = ("model", "weights", "data", "test_data", "max_loss", "budget", "minutes", "output")
+    heading: ClassVar = "Goal"
+
+    net: TrainedModel
+    data: str = data_option()
+    output: Path = option(..., "The folder of the run: the best file, records, all candidates.", "DIR", short="-o")
+    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt or virtual.", "BACKEND", short="-t")
+    max_loss: float | None = option(
+        None, "The accuracy that may be lost, in points (default: 1, if there is no --budget).", "POINTS", min=0
+    )
+    budget: list[str] | None = option(
+        None, "latency, bytes or macs: latency=0.5 (a share of float), bytes=4MB; may be repeated.", "NAME=LIMIT"
+    )
+    prefer: str | None = option(None, "What is made small if there is no --budget (latency).", "latency|bytes|macs")
+    minutes: float = option(20.0, "How long to search.", "M", min=0.01)
+    rungs: Names | None = option(None, "Only these rungs of the ladder.", "NAME,...", parser=read_names)
+    how: DataOptions = DataOptions()
+    scored: ScoreOptions = ScoreOptions()
+    said: SpeakingOptions = SpeakingOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

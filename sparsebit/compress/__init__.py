@@ -1,4 +1,4 @@
-"""Combines the methods: `compress` finds the best file under a goal; `choose_channels_and_bits` chooses both at once."""
+"""Combines the methods: `compress` finds the best file under a goal; `choose_channels_and_bits` is a part of it."""
 
 from __future__ import annotations
 

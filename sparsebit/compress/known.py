@@ -102,8 +102,10 @@ class Known:
 
     @property
     def loses(self) -> bool:
-        """Whether more accuracy is wanted: nothing keeps the loss yet, or the goal is the least loss."""
-        return self.goal.prefer == "loss" or self.kept is None
+        """Whether more accuracy is wanted of the best candidate: it loses too much, or the goal is the least loss."""
+        best = self.best
+        is_kept = best is not None and best.verdict == "within" and self.goal.prefer == "loss"
+        return is_kept or (best is not None and best.verdict == "too much loss")
 
     def of(self, rung: str) -> list[LadderStep]:
         """The steps that a rung proposed."""

@@ -1,0 +1,152 @@
+"""`sparsebit compress`: search for the best file under a goal, showing each step as it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sparsebit.cli.inputs.calibrated_model import load_subject
+from sparsebit.cli.inputs.data import Inputs, fitting, load_data
+from sparsebit.cli.inputs.loading import resolve, users_code
+from sparsebit.cli.option_groups import NUM_TEST_SAMPLES, retyped
+from sparsebit.cli.options import refuse
+from sparsebit.cli.outputs.output import Output, facts_table, kilobytes, table
+from sparsebit.cli.outputs.recording import Recording
+from sparsebit.cli.verb_options import CompressOptions
+from sparsebit.compress import Result
+from sparsebit.compress import compress as search
+from sparsebit.compress.conclusion import TRAINING
+from sparsebit.compress.outcome import CONFIG, PLACEMENT, SPARSITY
+from sparsebit.records.json_form import to_plain
+from sparsebit.records.ladder import Ladder, LadderStep
+
+
+def compress(asked: CompressOptions, out: Output, recorded: Recording) -> None:
+    """Search, and report the ladder and the best file."""
+    del recorded
+    budget = read_budget(asked.budget or [])
+    metric = _metric(asked)
+    subject = load_subject(asked.net, asked.data, fitting(asked.how, asked.data, asked.scored.test_data))
+    validation = _validation(asked, subject.model)
+    out.remark(f"compressing {asked.net.model} for {asked.target}, at most {asked.minutes:g} minutes")
+    with users_code("compress failed", theirs_alone=False):
+        result = search(
+            subject.model,
+            list(subject.data),
+            asked.target,
+            folder=asked.output,
+            metric=metric,
+            validation=validation,
+            max_loss=asked.max_loss,
+            budget=budget,
+            prefer=asked.prefer,  # type: ignore[arg-type]  # checked by the search
+            minutes=asked.minutes,
+            rungs=asked.rungs,
+            show=_Shown(out),
+        )
+    record = {"folder": str(asked.output), "file": result.file and str(result.file), **to_plain(result.ladder, Ladder)}
+    out.result(record, ladder_table(result.ladder), details=[facts_table(_facts(result))])
+    out.next_steps(*_next_steps(asked, result))
+
+
+def read_budget(texts: list[str]) -> dict[str, float | str]:
+    """`["bytes=0.5"]` as a mapping."""
+    pairs = [text.partition("=") for text in texts]
+    refuse(
+        {f"{text!r}: write NAME=LIMIT, bytes=0.5": not sign for text, (_, sign, _) in zip(texts, pairs, strict=True)},
+        "--budget",
+    )
+    names = [name for name, _, _ in pairs]
+    refuse({f"{name} was given twice": names.count(name) > 1 for name in names}, "--budget")
+    return {name: limit for name, _, limit in pairs}
+
+
+def ladder_table(ladder: Ladder) -> Any:
+    """A row for each step."""
+    rows = [row(step, is_best=step.name == ladder.best) for step in ladder.steps]
+    return table(["", "step", "result", "loss", "time", "bytes", "took"], rows, numbers={"time", "bytes", "took"})
+
+
+def row(step: LadderStep, *, is_best: bool = False) -> tuple[str, ...]:
+    """The cells of a step; `*` marks the best."""
+    judged, cost = step.final or step.selection, step.cost
+    loss = "" if judged is None else f"{judged.loss:.2f}" + ("" if judged.bound is None else f" ± {judged.bound:.2f}")
+    latency = "" if cost is None or cost.latency is None else f"{cost.latency:.2f}"
+    size = "" if cost is None else f"{cost.bytes_ratio:.3f}"
+    return ("*" if is_best else "", step.name, step.verdict, loss, latency, size, f"{step.seconds:.0f} s")
+
+
+class _Shown:
+    """Prints each new step in a line."""
+
+    def __init__(self, out: Output) -> None:
+        self.out, self.count = out, 0
+
+    def __call__(self, ladder: Ladder) -> None:
+        for step in ladder.steps[self.count :]:
+            _, name, verdict, loss, latency, size, took = row(step)
+            time = f", {latency} of the time" if latency else ""
+            cost = f"{time}, {size} of the bytes" if size else f": {step.fault}"
+            lost = f", loses {loss}" if loss else ""
+            self.out.remark(f"{name}: {verdict}{lost}{cost} ({took}; {step.why})")
+        self.count = len(ladder.steps)
+
+
+def _metric(asked: CompressOptions) -> Any:
+    """The user's function, a metric's name, or None."""
+    name = asked.scored.metric
+    if name is not None and ":" in name:
+        return resolve(name, "--metric")
+    refuse(
+        {
+            f"{name!r}: write accuracy, agreement or MODULE:FUNCTION": name not in (None, "accuracy", "agreement"),
+            "accuracy is measured on labelled data; give --test-data": name == "accuracy"
+            and not asked.scored.test_data,
+        },
+        "--metric",
+    )
+    return "top1" if asked.scored.test_data and asked.scored.is_labelled else "agreement"
+
+
+def _validation(asked: CompressOptions, model: Any) -> list[Any] | None:
+    source = asked.scored.test_data
+    if source is None:
+        return None
+    how = replace(fitting(asked.how, source, asked.data), num_samples=asked.scored.test_samples or NUM_TEST_SAMPLES)
+    return list(load_data(source, how, Inputs.of(model), labelled=_metric(asked) == "top1"))
+
+
+def _facts(result: Result) -> dict[str, str]:
+    ladder = result.ladder
+    if not ladder.best:
+        return {"goal": f"not met: {result.reason}"}
+    step = ladder.step(ladder.best)
+    assert step.cost is not None
+    before = "" if ladder.float_cost is None else f", {kilobytes(ladder.float_cost.num_bytes)} in float"
+    latency = step.cost.milliseconds
+    time = "" if latency is None or ladder.float_cost is None else f"{latency:.3g} ms for one sample, one thread"
+    return {
+        "goal": "met" if result.met else "not met",
+        "best": result.reason,
+        "selection": str(step.selection or ""),
+        "file": f"{result.file}, {kilobytes(step.cost.num_bytes)}{before}",
+        "time": time,
+        "parity": step.parity,
+    }
+
+
+def _next_steps(asked: CompressOptions, result: Result) -> list[str]:
+    """The commands that make the file again without a search, or train the nearest candidate."""
+    if not result.ladder.best:
+        return []
+    folder, net = asked.output, asked.net
+    step, steps = result.ladder.step(result.ladder.best), []
+    data = " ".join(filter(None, [f"-d {asked.data}", retyped(asked.how)]))
+    words = retyped(net)
+    if step.recipe.get("sparsity"):
+        steps.append(f"sparsebit prune {words} {data} -c {folder / SPARSITY} -o small/")
+        words = retyped(replace(net, weights="small/"))
+    placed = f" --placement {folder / PLACEMENT}" if (folder / PLACEMENT).exists() else ""
+    half = "" if asked.scored.test_data else "   # calibrates on all of the data, the search on half of it"
+    steps.append(f"sparsebit quantize {words} {data} -c {folder / CONFIG}{placed} -o FILE.onnx{half}")
+    return [*steps, *([] if result.met else [f"python {folder / TRAINING}   # trains the nearest candidate"])]
