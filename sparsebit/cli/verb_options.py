@@ -83,9 +83,10 @@ class QuantizeOptions:
 class CompressOptions:
     """Find the best file under a goal: what to lose, what to keep.
 
-    The fastest file that keeps the accuracy, or the most accurate one in a budget. Tries quantization, placement, ranges, rounding, mixed bits and pruning, step by step, within the minutes. With
-    --test-data, candidates are compared with the float model on it by accuracy; without, by agreement with the float
-    model on a part of --data. The same command with the same folder continues a run that was stopped.
+    The fastest file that keeps the accuracy, or the most accurate one in a budget. Tries quantization, placement,
+    ranges, rounding, mixed bits and pruning, step by step, within the minutes. With --test-data, candidates are
+    compared with the float model on it by accuracy; without, by agreement with the float model on a part of --data.
+    The same command with the same folder continues a run that was stopped.
 
     sparsebit compress -m my_model:Net -w net.safetensors -d calibration.npz --test-data test.npz --max-loss 0.5 -o run/
 

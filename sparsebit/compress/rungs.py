@@ -139,7 +139,8 @@ def four_bits(known: Known) -> Candidate | None:
         why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
         return Candidate("w4-gptq", why, Recipe(with_effort(known.low_bit_config, "good")))
     first = done[0]
-    if len(done) > 1 or first.cost is None or (known.goal.prefer != "loss" and first.verdict == "within"):
+    is_enough = first.verdict == "within" and known.goal.prefer != "loss"
+    if len(done) > 1 or first.selection is None or is_enough:  # reconstruction changes the loss, not the size
         return None
     why = f"{first.name} {_loss(first)}; reconstruction trains the rounding block by block"
     return Candidate("w4-best", why, Recipe(with_effort(known.low_bit_config, "best")))

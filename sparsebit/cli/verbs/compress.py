@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs.calibrated_model import load_subject
@@ -52,10 +53,7 @@ def compress(asked: CompressOptions, out: Output, recorded: Recording) -> None:
 def read_budget(texts: list[str]) -> dict[str, float | str]:
     """`["bytes=0.5"]` as a mapping."""
     pairs = [text.partition("=") for text in texts]
-    refuse(
-        {f"{text!r}: write NAME=LIMIT, bytes=0.5": not sign for text, (_, sign, _) in zip(texts, pairs, strict=True)},
-        "--budget",
-    )
+    refuse({f"{text!r}: write NAME=LIMIT, bytes=0.5": "=" not in text for text in texts}, "--budget")
     names = [name for name, _, _ in pairs]
     refuse({f"{name} was given twice": names.count(name) > 1 for name in names}, "--budget")
     return {name: limit for name, _, limit in pairs}
@@ -94,18 +92,17 @@ class _Shown:
 
 def _metric(asked: CompressOptions) -> Any:
     """The user's function, a metric's name, or None."""
-    name = asked.scored.metric
+    name, labels = asked.scored.metric, asked.scored.test_data
     if name is not None and ":" in name:
         return resolve(name, "--metric")
     refuse(
         {
             f"{name!r}: write accuracy, agreement or MODULE:FUNCTION": name not in (None, "accuracy", "agreement"),
-            "accuracy is measured on labelled data; give --test-data": name == "accuracy"
-            and not asked.scored.test_data,
+            "accuracy is measured on labelled data; give --test-data": name == "accuracy" and not labels,
         },
         "--metric",
     )
-    return "top1" if asked.scored.test_data and asked.scored.is_labelled else "agreement"
+    return "top1" if labels and asked.scored.is_labelled else "agreement"
 
 
 def _validation(asked: CompressOptions, model: Any) -> list[Any] | None:
@@ -145,7 +142,7 @@ def _next_steps(asked: CompressOptions, result: Result) -> list[str]:
     words = retyped(net)
     if step.recipe.get("sparsity"):
         steps.append(f"sparsebit prune {words} {data} -c {folder / SPARSITY} -o small/")
-        words = retyped(replace(net, weights="small/"))
+        words = retyped(replace(net, weights=Path("small")))
     placed = f" --placement {folder / PLACEMENT}" if (folder / PLACEMENT).exists() else ""
     half = "" if asked.scored.test_data else "   # calibrates on all of the data, the search on half of it"
     steps.append(f"sparsebit quantize {words} {data} -c {folder / CONFIG}{placed} -o FILE.onnx{half}")
