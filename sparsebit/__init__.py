@@ -90,7 +90,6 @@ _LAZY = {
     "PROFILES": "sparsebit.deploy.runtimes",
     "RuntimeProfile": "sparsebit.deploy.runtimes",
     "audit": "sparsebit.deploy.audit.audit_file",
-    "compress": "sparsebit.compress",
     "open_session": "sparsebit.deploy.sessions.runtime_sessions",
     "quantize": "sparsebit.quantization.post_training",
     "record": "sparsebit.quantization.recording",
@@ -101,6 +100,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")
+    if name == "compress":  # a package that can be called
+        return importlib.import_module("sparsebit.compress")
     return getattr(importlib.import_module(_LAZY.get(name, "sparsebit.records")), name)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import ModuleType
+
 from sparsebit.compress.compress import compress
 from sparsebit.compress.joint_search import JointChoice, choose_channels_and_bits
 from sparsebit.compress.known import Known, Study
@@ -26,3 +30,13 @@ __all__ = [
     "compress",
     "register_rung",
 ]
+
+
+class _CallableModule(ModuleType):
+    """`sparsebit.compress` is this package and the function of the same name: both ways to use it work."""
+
+    __call__ = staticmethod(compress)
+    __signature__ = inspect.signature(compress)
+
+
+sys.modules[__name__].__class__ = _CallableModule

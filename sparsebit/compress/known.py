@@ -63,7 +63,9 @@ class Study:
         """The config with the bits per layer that lose least at this share of the float weights' bytes."""
         plain = config.replace("ALGORITHMS", [])
         qmodel = quantize(self.bench.model, self.bench.calibration, plain)
-        found = search_bits(qmodel, self.bench.calibration, {"bytes": share}, weight_bits=weight_bits)
+        float_bytes = sum(one.float_bytes for one in qmodel.coverage.parameters if one.is_quantized)
+        limit = {"bytes": share * float_bytes}
+        found = search_bits(qmodel, self.bench.calibration, limit, weight_bits=weight_bits)
         steps = [step.to_entry() for step in config.ALGORITHMS]
         return found.config.replace("ALGORITHMS", steps) if steps else found.config
 
@@ -104,8 +106,10 @@ class Known:
     def loses(self) -> bool:
         """Whether more accuracy is wanted of the best candidate: it loses too much, or the goal is the least loss."""
         best = self.best
-        is_kept = best is not None and best.verdict == "within" and self.goal.prefer == "loss"
-        return is_kept or (best is not None and best.verdict == "too much loss")
+        if best is None or best.selection is None:
+            return False
+        wants_less = self.goal.prefer == "loss" and best.selection.loss > 0
+        return best.verdict == "too much loss" or (best.verdict == "within" and wants_less)
 
     def of(self, rung: str) -> list[LadderStep]:
         """The steps that a rung proposed."""

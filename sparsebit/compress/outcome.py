@@ -94,12 +94,13 @@ def _write_record(bench: Bench, run: RunFolder, step: LadderStep) -> None:
     """The record of the step, with the errors of all layers and how the runtime executes the file."""
     source, file = run.path / step.folder, run.path / BEST
     qmodel = load(bench, step, source)[1]
-    errors = qmodel.profile(bench.calibration[:_PROFILED_BATCHES])
+    # A measured placement may leave the whole model in float, which has no errors.
+    errors = () if qmodel.is_float_by_plan else (qmodel.profile(bench.calibration[:_PROFILED_BATCHES]),)
     made = read_record(source / RECORD)
     assert made.file is not None
     audits = () if bench.stopwatch is None else (audit(file, runtime=bench.runtime, budget_s=_TIMED_S),)
     facts = replace(made.file, path=str(file))
-    write_record(run.path / RECORD, made.replace(errors=(errors,), audits=audits, file=facts))
+    write_record(run.path / RECORD, made.replace(errors=errors, audits=audits, file=facts))
 
 
 def _write(path: Path, text: str | None) -> None:

@@ -18,6 +18,7 @@ from sparsebit.compress.known import Known, Study
 from sparsebit.compress.run_folder import RunFolder
 from sparsebit.compress.rungs import Rung
 from sparsebit.compress.trial import FILE, Candidate, load, try_candidate
+from sparsebit.errors import BudgetError
 from sparsebit.progress import OutOfTime, time_limit
 from sparsebit.records.ladder import Ladder, LadderStep
 
@@ -36,6 +37,7 @@ class Search:
         self.bench, self.rungs, self.folder, self.ladder, self.show = bench, rungs, folder, ladder, show
         self.study = Study(bench, folder.path)
         self.began = time.monotonic() - ladder.seconds
+        self.given_up: set[str] = set()  # rungs that raised: they would raise again
 
     @property
     def seconds(self) -> float:
@@ -66,7 +68,7 @@ class Search:
         """One pass over the rungs; whether any proposed a candidate that was tried."""
         went_on = False
         for rung in self.rungs:
-            while self._has_time():
+            while rung.name not in self.given_up and self._has_time():
                 try:
                     with time_limit(self.seconds_left):
                         candidate = rung.propose(self._known())
@@ -78,9 +80,9 @@ class Search:
                     log.info("the time is over while %s was at work", rung.name)
                     return False
                 except Exception as fault:  # a rung that measures something which this model does not allow
-                    log.info("rung %s proposes nothing", rung.name, exc_info=True)
-                    log.warning("rung %s: %s: %s", rung.name, type(fault).__name__, fault)
-                    break
+                    level = logging.INFO if isinstance(fault, BudgetError) else logging.WARNING
+                    log.log(level, "rung %s proposes nothing: %s: %s", rung.name, type(fault).__name__, fault)
+                    self.given_up.add(rung.name)
         return went_on and self._has_time()
 
     def _has_time(self) -> bool:
