@@ -1,0 +1,161 @@
+"""The whole call on a small trained net, with real files in ONNX Runtime."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import sparsebit
+from sparsebit.compress import Candidate, Known, Result, compress, register_rung
+from sparsebit.compress.rungs import RUNGS
+from sparsebit.errors import ConfigError
+from sparsebit.records import read_record
+from tests.compress.nets import Patterns, batches, trained
+
+ONE = ("eight bits",)
+
+
+def run(folder: Path, **given: Any) -> Result:
+    return compress(trained(), batches(256, 3), folder=folder, **{"minutes": 2, "rungs": ONE, **given})
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    validation = batches(512, 7, labelled=True)
+    return run(tmp_path_factory.mktemp("runs") / "run", metric="top1", validation=validation, max_loss=2.0)
+
+
+class TestResult:
+    def test_the_goal_is_met_by_a_file_that_passed_the_gate(self, done: Result) -> None:
+        assert done.met and "on 256 samples that selection never saw" in done.reason
+        (step,) = done.steps
+        assert step.verdict == "within" and "bit-exact in onnxruntime" in step.parity
+        assert step.selection.loss <= 2.0 and step.final.num_samples == 256  # type: ignore[union-attr]
+        assert done.pareto == (step,) and str(done).startswith("met: 01-w8")
+
+    def test_the_costs_are_those_of_the_file(self, done: Result) -> None:
+        cost, before = done.steps[0].cost, done.ladder.float_cost
+        assert cost is not None and before is not None and done.file is not None
+        assert cost.num_bytes == done.file.stat().st_size and before.num_bytes > cost.num_bytes
+        assert cost.macs == before.macs == 3 * 16 * 9 * 64 + 16 * 9 * 64 + 16 * 24 * 9 * 9 + 24 * 6
+        assert cost.latency is not None and before.latency == 1.0
+
+    def test_the_model_computes_what_the_file_computes(self, done: Result) -> None:
+        x = batches(32, 11)[0]
+        session = sparsebit.open_session(done.file)
+        (found,) = session.run({session.inputs[0]: x.numpy()})  # type: ignore[attr-defined]
+        with torch.no_grad():
+            assert torch.from_numpy(found).equal(done.model(x))  # type: ignore[misc]
+
+    def test_the_config_alone_makes_the_same_numbers_again(self, done: Result) -> None:
+        again = sparsebit.quantize(trained(), batches(256, 3), str(done.folder / "best.yaml"))
+        assert done.model is not None
+        own, other = done.model.state_dict(), again.state_dict()
+        assert all(own[key].equal(other[key]) for key in own if isinstance(own[key], torch.Tensor))
+        assert "best.yaml" in done.ladder.reproduce
+
+    def test_the_record_has_the_errors_of_all_layers_and_the_audit(self, done: Result) -> None:
+        made = read_record(done.folder / "record.json")
+        assert {"model", "plan", "coverage", "errors", "file", "parity", "audits"} <= set(made.sections)
+        assert made.file is not None and made.file.path == str(done.file)
+
+    def test_the_same_call_again_returns_the_same_at_once(self, done: Result) -> None:
+        before = {path: path.stat().st_mtime_ns for path in done.folder.rglob("best.onnx")}
+        validation = batches(512, 7, labelled=True)
+        again = run(done.folder, metric="top1", validation=validation, max_loss=2.0)
+        assert again.ladder == done.ladder
+        assert before == {path: path.stat().st_mtime_ns for path in done.folder.rglob("best.onnx")}
+
+    def test_another_goal_or_folder_is_refused(self, done: Result, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="holds a run with another model, other data or another goal"):
+            run(done.folder)
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="is not a run of compress"):
+            run(tmp_path)
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    net = trained().train()
+    net.norm.eval()
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    with pytest.raises(ConfigError, match="unknown rung"):
+        compress(net, batches(256, 3), folder=tmp_path / "run", rungs=("nine bits",))
+    compress(net, batches(64, 3), folder=tmp_path / "run", rungs=ONE, minutes=1, target="virtual")
+    assert net.training and not net.norm.training
+    assert all(state[key].equal(value) for key, value in net.state_dict().items())
+
+
+def test_a_failing_candidate_is_a_step_with_its_fault(tmp_path: Path) -> None:
+    class Broken(Patterns):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    @register_rung("broken", order=5)
+    def broken(known: Known) -> Candidate:
+        recipe = known.study.bench.model and RUNGS.get("eight bits").propose(known).recipe  # type: ignore[union-attr]
+        return Candidate("broken", "a test", recipe.replace(placement="/no/such/file.json"))
+
+    try:
+        found = run(tmp_path / "run", rungs=("broken",), target="virtual")
+    finally:
+        RUNGS._entries.pop("broken")
+    assert not found.met and found.file is None and found.model is None
+    assert found.steps[0].verdict == "failed" and "/no/such/file.json" in found.steps[0].fault
+    assert "no candidate was made" in found.reason
+
+
+KILLED = """
+import os, signal, sys
+from sparsebit.compress import search
+from tests.compress.test_compress import run
+from pathlib import Path
+trial = search.try_candidate
+def killed(bench, candidate, step, folder, rejects):
+    found = trial(bench, candidate, step, folder, rejects)
+    if step.name.startswith("02"):
+        os.kill(os.getpid(), signal.SIGKILL)  # the files of the step are there, the ladder does not have it
+    return found
+search.try_candidate = killed
+run(Path(sys.argv[1]), rungs=("eight bits", "four bits"), prefer="bytes")
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(json.loads((tmp_path / "a" / "ladder.json").read_text())["steps"]) == 1
+    how: dict[str, Any] = {"rungs": ("eight bits", "four bits"), "prefer": "bytes"}
+    resumed, whole = run(tmp_path / "a", **how), run(tmp_path / "b", **how)
+    assert resumed.ladder.best == whole.ladder.best and [s.name for s in resumed.steps] == [s.name for s in whole.steps]
+    assert (tmp_path / "a" / "best.onnx").read_bytes() == (tmp_path / "b" / "best.onnx").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["openvino", "tensorrt", "virtual"])
+def test_every_target(target: str, tmp_path: Path) -> None:
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    found = run(tmp_path / "run", rungs=None, target=target, max_loss=5.0)
+    assert found.met and found.file is not None and found.file.is_file()
+
+
+@pytest.mark.slow
+def test_a_budget_below_four_bits_takes_channels_too(tmp_path: Path) -> None:
+    net = trained()
+    found = compress(net, batches(256, 3), "virtual", folder=tmp_path / "run", budget={"macs": 0.7}, minutes=3)
+    assert found.steps[-1].rung == "channels" and found.steps[-1].cost is not None
+    assert found.steps[-1].cost.macs_ratio <= 0.7

@@ -1,0 +1,158 @@
+"""The search itself, with candidates that cost nothing: order, time, interrupts, resuming, and the conclusion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparsebit.compress import search as module
+from sparsebit.compress.goal import read_goal
+from sparsebit.compress.known import Known
+from sparsebit.compress.recipe import Recipe
+from sparsebit.compress.run_folder import RunFolder
+from sparsebit.compress.rungs import Rung
+from sparsebit.compress.search import Search
+from sparsebit.compress.trial import Candidate
+from sparsebit.errors import BudgetError
+from sparsebit.progress import track
+from sparsebit.quantization import parse_qconfig
+from sparsebit.records.ladder import Cost, Judgement, Ladder, LadderStep
+from tests.records.made_ladders import ENVIRONMENT
+
+RECIPE = Recipe(parse_qconfig("virtual"))
+
+
+def judged(loss: float, bound: float = 0.1) -> Judgement:
+    return Judgement("m", "points", 100, 90.0, 90.0 - loss, loss, bound, is_decided=True)
+
+
+def ladder(**goal: Any) -> Ladder:
+    given = {"max_loss": None, "budget": None, "prefer": None, "minutes": 1.0, **goal}
+    return Ladder(
+        "id", read_goal("onnxruntime", "m", **given), None, (), "", False, "", (), 0.0, False, "", ENVIRONMENT
+    )
+
+
+def rung(name: str, *bits: int, order: int = 10, propose: Callable[[Known], Any] | None = None) -> Rung:
+    """Proposes candidates with these bits, one after the other."""
+
+    def next_one(known: Known) -> Candidate | None:
+        left = bits[len(known.of(name)) :]
+        return (
+            Candidate(f"{name}{left[0]}", "why", Recipe(RECIPE.config.replace("W.QUANTIZER.BIT", left[0])))
+            if left
+            else None
+        )
+
+    return Rung(name, order, propose or next_one)
+
+
+class Trials:
+    """Takes the place of `try_candidate`: `outcomes` by the candidate's name are (loss, latency), or what to raise."""
+
+    def __init__(self, **outcomes: Any) -> None:
+        self.outcomes, self.tried = outcomes, list[str]()
+
+    def __call__(self, bench: Any, candidate: Candidate, step: LadderStep, folder: Path, rejects: Any) -> LadderStep:
+        self.tried.append(candidate.name)
+        found = self.outcomes[candidate.name]
+        if callable(found):
+            found = found()
+        if isinstance(found, BaseException):
+            raise found
+        loss, latency = found
+        limit = bench.goal.max_loss
+        verdict: Any = "within" if limit is None or loss <= limit else "too much loss"
+        cost = Cost(100, 0.3, 10, 1.0, 2 * latency, latency)
+        return replace(step, verdict=verdict, seconds=0.01, cost=cost, selection=judged(loss))
+
+
+@pytest.fixture
+def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ladder]:
+    def run(trials: Trials, *rungs: Rung, begin: Ladder | None = None, final: Any = None) -> Ladder:
+        begin = begin or ladder()
+        finals = final or {}
+        judge = SimpleNamespace(conclude=lambda model, allowed: judged(finals.get(model, 0.0)))
+        bench = SimpleNamespace(
+            goal=begin.goal, judge=judge, times=lambda files: {}, runner=lambda file, qmodel: qmodel
+        )
+        monkeypatch.setattr(module, "try_candidate", trials)
+        monkeypatch.setattr(module, "load", lambda bench, step, folder: (None, step.name))
+        folder = RunFolder(tmp_path / "run")
+        with folder.alone():
+            return Search(bench, rungs, folder, folder.read("id") or begin, lambda _: None).run()  # type: ignore[arg-type]
+
+    return run
+
+
+def test_rungs_are_climbed_in_order_until_nothing_is_new(climb: Any) -> None:
+    trials = Trials(a8=(0.1, 0.5), a4=(3.0, 0.2), b6=(0.4, 0.4))
+    found = climb(trials, rung("a", 8, 4), rung("b", 6))
+    assert trials.tried == ["a8", "a4", "b6"]
+    assert [step.name for step in found.steps] == ["01-a8", "02-a4", "03-b6"]
+    assert found.best == "03-b6" and found.met and found.finished
+    assert found.pareto == ("02-a4", "03-b6", "01-a8")
+
+
+def test_a_recipe_is_tried_once(climb: Any) -> None:
+    trials = Trials(a8=(0.1, 0.5), b8=(0.1, 0.5))
+    assert len(climb(trials, rung("a", 8), rung("b", 8)).steps) == 1
+
+
+def test_a_rung_that_fails_is_left_and_the_others_go_on(climb: Any) -> None:
+    def broken(known: Known) -> Candidate:
+        raise BudgetError("no choice keeps it")
+
+    found = climb(Trials(a8=(0.1, 0.5)), rung("broken", propose=broken), rung("a", 8))
+    assert found.best == "01-a8" and found.finished
+
+
+def test_the_time_ends_the_search_and_the_best_so_far_is_the_answer(climb: Any) -> None:
+    def slow() -> tuple[float, float]:
+        for _ in track(range(1000), "working"):
+            time.sleep(0.01)
+        raise AssertionError("the time limit did not end the loop")
+
+    trials = Trials(a8=(0.1, 0.5), a4=slow)
+    began = time.monotonic()
+    found = climb(trials, rung("a", 8, 4, 2), begin=ladder(minutes=1 / 60))
+    assert time.monotonic() - began < 3
+    assert trials.tried == ["a8", "a4"]
+    assert found.step("02-a4").verdict == "out of time" and found.best == "01-a8" and found.met and found.finished
+
+
+def test_an_interrupt_gives_the_best_so_far_and_the_same_call_goes_on(climb: Any) -> None:
+    first = climb(Trials(a8=(0.1, 0.5), a6=KeyboardInterrupt()), rung("a", 8, 6))
+    assert first.best == "01-a8" and first.met and not first.finished
+    trials = Trials(a6=(0.2, 0.3))
+    second = climb(trials, rung("a", 8, 6))
+    assert trials.tried == ["a6"]  # the first candidate is not tried again
+    assert second.best == "02-a6" and second.finished
+
+
+def test_nothing_within_the_loss_gives_the_nearest_with_the_reason(climb: Any) -> None:
+    found = climb(Trials(a8=(2.0, 0.5), a4=(5.0, 0.3)), rung("a", 8, 4))
+    assert not found.met and found.best == "01-a8"
+    assert "2 of 2 candidates lose more than 1 ± 0.1 points" in found.reason and "train.py" in found.reason
+
+
+def test_a_candidate_that_loses_on_unseen_samples_makes_way_for_the_next(climb: Any) -> None:
+    found = climb(Trials(a8=(0.1, 0.5), a4=(0.2, 0.3)), rung("a", 8, 4), final={"02-a4": 4.0})
+    assert found.best == "01-a8" and found.met
+    assert found.step("02-a4").final.loss == 4.0
+
+
+def test_if_all_lose_on_unseen_samples_the_goal_is_not_met(climb: Any) -> None:
+    found = climb(Trials(a8=(0.1, 0.5)), rung("a", 8), final={"01-a8": 3.0})
+    assert not found.met and "on samples that it never saw" in found.reason
+
+
+def test_no_candidate_at_all(climb: Any) -> None:
+    found = climb(Trials(), rung("a"))
+    assert found.best == "" and not found.met and "no candidate was made" in found.reason
