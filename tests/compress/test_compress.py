@@ -134,7 +134,8 @@ run(Path(sys.argv[1]), rungs=("eight bits", "four bits"), prefer="bytes")
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    threads = str(torch.get_num_threads())  # the network is trained in both processes, and must get the same bits
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": threads}
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(json.loads((tmp_path / "a" / "ladder.json").read_text())["steps"]) == 1
@@ -157,5 +158,6 @@ def test_every_target(target: str, tmp_path: Path) -> None:
 def test_a_budget_below_four_bits_takes_channels_too(tmp_path: Path) -> None:
     net = trained()
     found = compress(net, batches(256, 3), "virtual", folder=tmp_path / "run", budget={"macs": 0.7}, minutes=3)
-    assert found.steps[-1].rung == "channels" and found.steps[-1].cost is not None
-    assert found.steps[-1].cost.macs_ratio <= 0.7
+    assert any(step.rung == "channels" for step in found.steps)
+    cost = found.ladder.step(found.ladder.best).cost
+    assert found.met and cost is not None and cost.macs_ratio <= 0.7
