@@ -18,6 +18,7 @@ def test_scales_grow_with_the_inputs() -> None:
     magnitudes = torch.tensor([4.0, 1.0, 0.25, 0.0])
     scale = channel_scale(magnitudes, 0.5)
     torch.testing.assert_close(scale, torch.tensor([2.0, 1.0, 0.5, 1.0]))
+    torch.testing.assert_close(channel_scale(5 * magnitudes, 0.5), scale)
     torch.testing.assert_close(channel_scale(magnitudes, 0.0), torch.ones(4))
     torch.testing.assert_close(channel_scale(torch.zeros(3), 0.5), torch.ones(3))
 
@@ -40,6 +41,11 @@ def test_inputs_of_one_channel_share_a_scale() -> None:
     x[:, 2] *= 30  # of channel 0
     found = search_channel_scale([W], x.T @ x / len(x), owner, [to_grid])
     assert len(found.scale) == 4 and int(found.scale.argmax()) == 0
+
+
+def test_a_channel_with_more_inputs_is_no_larger_one() -> None:
+    found = search_channel_scale([torch.randn(8, 16)], torch.eye(16), torch.tensor([0] * 15 + [1]), [to_grid])
+    assert bool((found.scale == 1).all())
 
 
 def test_where_all_inputs_are_alike_nothing_is_scaled() -> None:
