@@ -54,12 +54,18 @@ MIRRORED = {
     "sparsebit/numerics/rounding/scale_search_math.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/weight_grid.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/rounding/gptq_target_math.py": "tests/numerics/rounding/test_gptq_math.py",
+    "sparsebit/quantization/planning/grouping.py": "tests/quantization/planning/test_plan.py",
 }
 # Tests of a file beyond its mirrored ones.
 BESIDE = {
     "sparsebit/deploy/exporting/to_onnx.py": (
         "tests/deploy/exporting/test_dynamic_size_branches.py",
         "tests/deploy/exporting/test_qdq.py",
+    ),
+    "sparsebit/quantization/exporting/export.py": ("tests/quantization/exporting/test_call_state.py",),
+    "sparsebit/quantization/planning/grouping.py": (
+        "tests/quantization/planning/test_sites.py",
+        "tests/quantization/ops/test_quant_opr.py",
     ),
 }
 _COMPARISONS = {
