@@ -125,9 +125,14 @@ def tests_of(file: str) -> list[str]:
 
 
 def _code(tree: ast.AST) -> Iterator[Any]:
-    """The expressions of the code: not of annotations, messages, decorators or defaults of dataclasses."""
+    """The expressions of the code: not of annotations, messages, decorators or assertions.
+
+    `strict=True` of `zip` is an assertion too: that the lengths are equal.
+    """
     for name, value in ast.iter_fields(tree):
         if isinstance(tree, ast.Raise) or name in ("annotation", "returns", "decorator_list"):
+            continue
+        if isinstance(tree, ast.keyword) and tree.arg == "strict":
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, (ast.JoinedStr, ast.Assert)):

@@ -43,9 +43,14 @@ def test_inputs_of_one_channel_share_a_scale() -> None:
     assert len(found.scale) == 4 and int(found.scale.argmax()) == 0
 
 
-def test_a_channel_with_more_inputs_is_no_larger_one() -> None:
-    found = search_channel_scale([torch.randn(8, 16)], torch.eye(16), torch.tensor([0] * 15 + [1]), [to_grid])
-    assert bool((found.scale == 1).all())
+def test_a_channel_is_as_large_as_the_mean_of_its_inputs() -> None:
+    """The last one has a single input, four times as large as each of the sixteen of the first one."""
+    torch.manual_seed(0)
+    W, H = torch.randn(16, 17), torch.eye(17)
+    H[16, 16] = 16
+    found = search_channel_scale([W], H, torch.tensor([0] * 16 + [1]), [to_grid])
+    assert found.alpha > 0
+    torch.testing.assert_close(found.scale[1] / found.scale[0], torch.tensor(4.0**found.alpha))
 
 
 def test_where_all_inputs_are_alike_nothing_is_scaled() -> None:

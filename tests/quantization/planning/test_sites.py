@@ -68,6 +68,7 @@ class TestPlan:
         assert torch.equal(calibrated_by(again)(X), left(X))
 
     def test_options_are_in_the_json(self) -> None:
+        """The ratio of a moving average only where it is not the default."""
         changes = {"A.OBSERVER.TYPE": "moving_average", "A.OBSERVER.MOVING_AVERAGE.EMA_RATIO": 0.5}
         plan = plan_of(changes=changes)
         values = plan.to_dict()["sites"]
