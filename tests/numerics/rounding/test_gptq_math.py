@@ -394,9 +394,10 @@ class TestChosenRounding:
         errors = [float(row_loss(W, quantize(W, H, grid, r).values, all_data).sum()) for r in (rounding, found)]
         return found.damping, *errors
 
-    def test_few_rows_are_trusted_less(self) -> None:
-        damping, before, after = self.rounded(8)
-        assert damping > 0.01
+    @pytest.mark.parametrize("num_rows", [4, 8])
+    def test_few_rows_are_trusted_less(self, num_rows: int) -> None:
+        damping, before, after = self.rounded(num_rows)
+        assert damping in (0.1, 1.0, 10.0)  # tried in tenfold steps
         assert after < before
 
     def test_many_rows_are_trusted(self) -> None:
