@@ -18,6 +18,12 @@ def test_the_interval_of_a_share_is_wilsons(right: int, total: int) -> None:
     assert share_interval(right, total) == pytest.approx((expected.low, expected.high), rel=1e-4, abs=1e-12)
 
 
+def test_the_interval_of_a_share_stays_within_0_and_1() -> None:
+    """Rounding errors of these would lead beyond."""
+    assert share_interval(0, 15)[0] == 0.0
+    assert share_interval(19, 19)[1] == 1.0
+
+
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 @pytest.mark.parametrize(("lost", "gained", "total"), [(0, 0, 1), (9, 4, 1000), (4, 9, 1000), (5, 0, 5)])
 def test_the_margin_of_a_difference_is_that_of_its_samples(

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import BackendError
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import QMODULE_MAP
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.planning.float_reasons import HIDDEN
 from sparsebit.quantization.planning.writes import IN_PLACE
@@ -258,6 +260,23 @@ def test_a_quantized_output_has_the_format_that_all_its_readers_want() -> None:
         "b.output": "percentile",
         "c.output": "minmax",
     }
+
+
+def test_a_registered_module_may_name_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            return image * 2
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubled = Doubled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.doubled(image=x)
+
+    monkeypatch.setitem(QMODULE_MAP, Doubled, OpRow("doubled", OpKind.UNARY))
+    assert placed(Net()) == {"doubled.input"}
 
 
 def test_a_gate_called_twice_has_a_site_per_call() -> None:
