@@ -275,7 +275,7 @@ def test_a_registered_module_may_name_its_input(monkeypatch: pytest.MonkeyPatch)
         def forward(self, x: Tensor) -> Tensor:
             return self.doubled(image=x)
 
-    monkeypatch.setitem(QMODULE_MAP, Doubled, OpRow("doubled", OpKind.UNARY))
+    monkeypatch.setitem(QMODULE_MAP, Doubled, OpRow("doubled", OpKind.UNARY, inputs=("input",)))
     assert placed(Net()) == {"doubled.input"}
 
 
