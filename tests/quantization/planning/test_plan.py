@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsebit.errors import BackendError
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 from sparsebit.graph.ops.op_table import QMODULE_MAP
-from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.quantization import QuantModel, QuantOpr, parse_qconfig
 from sparsebit.quantization.planning.float_reasons import HIDDEN
 from sparsebit.quantization.planning.writes import IN_PLACE
 from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
@@ -275,7 +275,8 @@ def test_a_registered_module_may_name_its_input(monkeypatch: pytest.MonkeyPatch)
         def forward(self, x: Tensor) -> Tensor:
             return self.doubled(image=x)
 
-    monkeypatch.setitem(QMODULE_MAP, Doubled, OpRow("doubled", OpKind.UNARY, inputs=("input",)))
+    row = OpRow("doubled", OpKind.UNARY, inputs=("input",), implementation=QuantOpr)
+    monkeypatch.setitem(QMODULE_MAP, Doubled, row)
     assert placed(Net()) == {"doubled.input"}
 
 
