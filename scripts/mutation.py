@@ -54,12 +54,18 @@ MIRRORED = {
     "sparsebit/numerics/rounding/scale_search_math.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/weight_grid.py": "tests/numerics/rounding/test_gptq_math.py",
     "sparsebit/numerics/rounding/gptq_target_math.py": "tests/numerics/rounding/test_gptq_math.py",
+    "sparsebit/quantization/planning/grouping.py": "tests/quantization/planning/test_plan.py",
 }
 # Tests of a file beyond its mirrored ones.
 BESIDE = {
     "sparsebit/deploy/exporting/to_onnx.py": (
         "tests/deploy/exporting/test_dynamic_size_branches.py",
         "tests/deploy/exporting/test_qdq.py",
+    ),
+    "sparsebit/quantization/exporting/export.py": ("tests/quantization/exporting/test_call_state.py",),
+    "sparsebit/quantization/planning/grouping.py": (
+        "tests/quantization/planning/test_sites.py",
+        "tests/quantization/ops/test_quant_opr.py",
     ),
 }
 _COMPARISONS = {
@@ -119,9 +125,14 @@ def tests_of(file: str) -> list[str]:
 
 
 def _code(tree: ast.AST) -> Iterator[Any]:
-    """The expressions of the code: not of annotations, messages, decorators or defaults of dataclasses."""
+    """The expressions of the code: not of annotations, messages, decorators or assertions.
+
+    `strict=True` of `zip` is an assertion too: that the lengths are equal.
+    """
     for name, value in ast.iter_fields(tree):
         if isinstance(tree, ast.Raise) or name in ("annotation", "returns", "decorator_list"):
+            continue
+        if isinstance(tree, ast.keyword) and tree.arg == "strict":
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, (ast.JoinedStr, ast.Assert)):

@@ -45,7 +45,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         octets: Tensor = parts[..., 0].clone()
         for place in range(1, 8 // bits):
             octets |= parts[..., place] << (place * bits)
-        return octets.contiguous().view(torch.int32)  # a copy of transposed codes is transposed too
+        # Not `contiguous()`: a tensor without elements keeps a stride that cannot be viewed as words.
+        return octets.reshape(-1).view(torch.int32).view(*codes.shape[:-1], num_words(count, bits))
     padded = pad(codes.to(torch.int64), (0, -count % WORD)).unflatten(-1, (-1, WORD))
     words: Tensor = padded.new_zeros(*padded.shape[:-1], bits)
     for place in range(WORD):

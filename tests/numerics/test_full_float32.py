@@ -97,7 +97,8 @@ def test_nothing_rounds_inside_and_settings_are_back_afterwards(choose: Callable
 def test_an_op_still_follows_its_backend_afterwards() -> None:
     _BACKENDS.fp32_precision = "tf32"
     with full_float32():
-        pass
+        assert module._precision(("mkldnn", "conv")) == "ieee"
+    assert module._precision(("mkldnn", "conv")) == "tf32"
     _BACKENDS.fp32_precision = "ieee"
     assert module._precision(("mkldnn", "conv")) == "ieee"
 

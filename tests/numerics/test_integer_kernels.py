@@ -96,6 +96,17 @@ def test_add_of_x86_is_what_this_machine_takes_by_itself(add_kernel: Any) -> Non
     assert torch.equal(run(add_kernel, LEFT, RIGHT, scales, zero_points), mine)
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_machine_that_is_named_is_simulated_on_any_other(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, zero_points = numbers("usual", 3)
+    named = simulated(integer_kernels.add, LEFT, RIGHT, scales, zero_points, machine=machine)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert torch.equal(simulated(integer_kernels.add, LEFT, RIGHT, scales, zero_points), named)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64" if machine == "x86_64" else "x86_64")
+    assert not torch.equal(simulated(integer_kernels.add, LEFT, RIGHT, scales, zero_points), named)
+    assert torch.equal(simulated(integer_kernels.add, LEFT, RIGHT, scales, zero_points, machine=machine), named)
+
+
 @pytest.mark.parametrize("size", [1, 7, 16, 33])
 def test_add_of_few_elements(size: int, add_kernel: Any) -> None:
     scales, zero_points = numbers("usual", size)

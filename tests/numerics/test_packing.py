@@ -47,6 +47,14 @@ def test_more_dimensions() -> None:
     assert torch.equal(unpack(pack(codes, 3), 3, 40).long(), codes)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_is_packed_as_nothing(shape: tuple[int, int], bits: int) -> None:
+    words = pack(torch.zeros(shape, dtype=torch.uint8), bits)
+    assert words.shape == (shape[0], num_words(shape[1], bits))
+    assert unpack(words, bits, shape[1]).shape == shape
+
+
 @pytest.mark.parametrize("code", [-1, 16])
 def test_refuses_codes_outside(code: int) -> None:
     with pytest.raises(SpecError, match="in 4 bits: allowed"):

@@ -12,6 +12,7 @@ from sparsebit.numerics.qparams import (
     SMALLEST_SCALE,
     broadcast_to,
     check_backend,
+    check_num_params,
     checked_qparams,
     dequantized_range,
     qparams_from_range,
@@ -110,6 +111,9 @@ def test_one_number_meets_anything(granularity: Granularity, shape: tuple[int, .
 def test_a_wrong_number_of_parameters_is_refused(granularity: Granularity) -> None:
     with pytest.raises(SpecError, match=r"5 scales or zero points for a tensor of shape \(4, 6\) with Per.*allowed: 1"):
         broadcast_to(torch.ones(5), (4, 6), granularity)
+    with pytest.raises(SpecError, match="2 scales or zero points"):
+        check_num_params(2, (3, 9), granularity)
+    check_num_params(1, (3, 9), granularity)
 
 
 def test_dequantized_range_rounds_the_zero_point() -> None:

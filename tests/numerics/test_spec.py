@@ -43,6 +43,19 @@ def test_other_8_bit_floats_are_refused(bits: int, symmetric: bool, granularity:
         TensorSpec(bits, symmetric, granularity, format="float8")
 
 
+def test_a_narrow_grid_is_symmetric_around_zero() -> None:
+    spec = TensorSpec(4, True, narrow=True)
+    assert (spec.qmin, spec.qmax, spec.num_levels) == (-7, 7, 15)
+    for wrong in ({"bits": 1}, {"symmetric": False}, {"bits": 8, "format": "float8"}):
+        with pytest.raises(SpecError, match="narrow: symmetric integers from 2 bits on"):
+            spec.replace(**wrong)
+
+
+def test_a_spec_is_shown_as_it_is_written() -> None:
+    spec = TensorSpec(4, True, PerGroup(1, 32), narrow=True)
+    assert eval(repr(spec)) == spec
+
+
 def test_a_spec_is_a_value() -> None:
     spec = TensorSpec(8, True, PerChannel(0))
     assert spec == TensorSpec(8, True, PerChannel(0))

@@ -20,7 +20,7 @@ from sparsebit.numerics.weight_grid import Grid
 Halves = Sequence[tuple[Tensor, Tensor]]
 
 
-def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, share: float = 1.0) -> Tensor:
+def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float, share: float = 1.0) -> Tensor:
     """The weight whose output on the quantized model's inputs is nearest to that of `W` on the float model's.
 
     `cross = X_float^T X / n`. With `T = W cross H^-1` the error `|X_float W^T - X V^T|^2` is

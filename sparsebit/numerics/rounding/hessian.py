@@ -138,7 +138,7 @@ def _damp_(hessian: Tensor, damping: float) -> Tensor:
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     live = diagonal > 0
     mean = (diagonal * live).sum(-1, keepdim=True) / live.sum(-1, keepdim=True).clamp(min=1)
-    diagonal += torch.where(live, damping * mean, 1.0 - diagonal)
+    diagonal += torch.where(live, damping * mean, 1.0)
     return hessian
 
 

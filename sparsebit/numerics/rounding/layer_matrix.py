@@ -59,8 +59,7 @@ class LayerMatrix:
 
     def weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of `matrix`, in the weight's shape."""
-        if self.parts > 1:
-            matrix = torch.unflatten(matrix, 0, (self.groups, self.parts)).transpose(1, 2)
+        matrix = torch.unflatten(matrix, 0, (self.groups, self.parts)).transpose(1, 2)
         if self.out_axis == 0:
             return matrix.reshape(shape)
         split = matrix.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])

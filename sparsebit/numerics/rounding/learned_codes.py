@@ -146,7 +146,7 @@ def annealed_beta(progress: float) -> float | None:
 
     A high exponent has no effect on weights that are not almost decided.
     """
-    return None if progress < 0.2 else 2 + 9 * (1 + math.cos(min((progress - 0.2) / 0.8, 1.0) * math.pi))
+    return None if progress < 0.2 else 2 + 9 * (1 + math.cos((progress - 0.2) / 0.8 * math.pi))
 
 
 # --- AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", EMNLP 2024, section 3)

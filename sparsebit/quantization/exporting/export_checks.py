@@ -253,7 +253,7 @@ def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
     try:
         open_session(file, optimize=False)
     except DeploymentError as error:
-        kind, text = "double" if other.itemsize > 4 else "half", str(error).replace(str(file), name)
+        kind, text = "double" if other is torch.float64 else "half", str(error).replace(str(file), name)
         lacks = f"the model computes in {kind} precision, for which not every op has a kernel on a CPU"
         raise DeploymentError(f"{text}\n{lacks}; call qmodel.float() first") from error
 

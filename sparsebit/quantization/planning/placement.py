@@ -16,8 +16,8 @@ class AloneAt:
     site: str
     source: fx.Node
     readers: tuple[fx.Node, ...]
-    num_writes: int = 0
-    is_output: bool = False
+    num_writes: int
+    is_output: bool
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ def test_every_node_carries_site_role_and_bits(weights: Exported) -> None:
     for bits in BITS:
         facts = metadata(weights.nodes[f"b{bits}.weight/dq"])
         assert facts == {"sparsebit.site": f"b{bits}.weight", "sparsebit.role": "weight", "sparsebit.bits": str(bits)}
+        # Without a zero point, which may be 0, ONNX Runtime leaves a Gemm in float.
+        assert len(weights.nodes[f"b{bits}.weight/dq"].input) == 3
     onnx.checker.check_model(str(weights.file), full_check=True)
 
 
@@ -120,6 +122,41 @@ def test_activations_per_channel_of_images_with_dynamic_sizes(tmp_path: Path) ->
     )
     assert initializers(made.file)["0.input/scale"].shape == (3,)
     assert worst(made.qmodel, made.file, torch.randn(1, 3, 11, 9)) <= EXACT
+
+
+def test_weights_of_convolutions(tmp_path: Path) -> None:
+    """Without a zero point where all are 0, and without an axis where there is one scale."""
+    affine = [{"2": ["QSCHEME", "per-channel-affine"]}]
+    changes = {"W.QSCHEME": "per-channel-symmetric", "W.SPECIFIC": affine, "A.QUANTIZER.DISABLE": True}
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 1, 3), nn.Conv2d(1, 4, 3))
+    made = Exported(model, torch.randn(2, 3, 8, 8), changes, tmp_path)
+    nodes = [made.nodes[f"{layer}.weight/dq"] for layer in range(3)]
+    assert [len(node.input) for node in nodes] == [2, 2, 3]
+    assert [[attribute.name for attribute in node.attribute] for node in nodes] == [["axis"], [], ["axis"]]
+    assert worst(made.qmodel, made.file, made.x) <= EXACT
+
+
+class Table(nn.Module):
+    """A weight in groups that are longer than its rows, or its columns."""
+
+    def __init__(self, axis: int, num_scales: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.table, self.fc = nn.Parameter(torch.randn(6, 10)), nn.Linear(6, 4)
+        self.register_buffer("scale", torch.rand(num_scales) + 0.1)
+        self.register_buffer("zero_point", torch.zeros(num_scales))
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = (self.axis, 32, -8, 7, "ste", "table")
+        weight = torch.ops.sparsebit.fake_quantize(self.table, self.scale, self.zero_point, *numbers)
+        return self.fc(x @ weight.T)
+
+
+@pytest.mark.parametrize(("axis", "num_scales"), [(-1, 6), (0, 10)])
+def test_a_group_of_a_whole_row_is_a_scale_per_row(axis: int, num_scales: int, tmp_path: Path) -> None:
+    made = Exported(Table(axis, num_scales), torch.randn(5, 10), {}, tmp_path)
+    assert {attribute.name for attribute in made.nodes["table/dq"].attribute} == {"axis"}
+    assert worst(made.qmodel, made.file, made.x) <= EXACT
 
 
 class Hypernetwork(nn.Module):

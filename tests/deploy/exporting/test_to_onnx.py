@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, flat_outputs, in_order, input_names, to_onnx
 from sparsebit.deploy.sessions.runtime_sessions import open_session
@@ -130,6 +131,15 @@ def test_what_is_like_a_mapping_is_entered() -> None:
             return X if key == "left" else X + 1
 
     assert [bool(torch.equal(tensor, X)) for tensor in flat_outputs(Bag())] == [True, False]
+
+
+def test_a_class_that_the_user_registered_is_entered() -> None:
+    class Only:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    pytree.register_pytree_node(Only, lambda only: ([only.tensor], None), lambda tensors, _: Only(*tensors))
+    assert [tensor is X for tensor in flat_outputs({"boxes": Only(X), "x": X + 1})] == [True, False]
 
 
 def test_one_tensor_given_twice_stays_two_inputs(tmp_path: Path) -> None:

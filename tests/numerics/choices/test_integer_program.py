@@ -5,6 +5,7 @@ import math
 import os
 import random
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,15 +126,31 @@ def test_the_extra_is_named_where_scipy_is_missing(monkeypatch: pytest.MonkeyPat
         choose({"a": [1.0]})
 
 
-def test_nothing_is_printed_and_a_gap_that_is_allowed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def large_problem() -> tuple[dict[str, list[float]], list[Budget]]:
     rng = random.Random(3)
     costs = {f"i{n}": [rng.lognormvariate(0, 2) * 4.0**-b for b in (2, 3, 4, 8)] for n in range(120)}
     sizes = {item: [rng.randint(10, 10**5) * b for b in (2, 3, 4, 8)] for item in costs}
-    limit = 0.5 * sum(row[-1] for row in sizes.values())
-    found = choose(costs, [Budget("bytes", limit, sizes)], gap=0.01)
+    return costs, [Budget("bytes", 0.5 * sum(row[-1] for row in sizes.values()), sizes)]
+
+
+def test_nothing_is_printed_and_a_gap_that_is_allowed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    costs, budgets = large_problem()
+    found = choose(costs, budgets, gap=0.01)
     assert found.gap <= 0.01
-    assert found.bound <= choose(costs, [Budget("bytes", limit, sizes)]).cost * (1 + 1e-9) <= found.cost * (1 + 1e-9)
+    assert found.bound <= choose(costs, budgets).cost * (1 + 1e-9) <= found.cost * (1 + 1e-9)
     assert capfd.readouterr().out == ""
+
+
+def test_a_choice_that_is_near_enough_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    integer, calls = Solver.integer, []
+
+    def counted(solver: Solver, kept: set[int], least: float, gap: float) -> Found | None:
+        calls.append(gap)
+        return integer(solver, kept, least, gap)
+
+    monkeypatch.setattr(Solver, "integer", counted)
+    choose(*large_problem(), gap=0.01)
+    assert len(calls) == 1
 
 
 def test_a_budget_of_pairs_leaves_few_options_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +168,7 @@ def test_a_budget_of_pairs_leaves_few_options_to_the_integer_program(monkeypatch
 
     monkeypatch.setattr(Solver, "integer", counted)
     found = choose(costs, [Budget("bops", limit, {}, pairs)], gap=1e-3)
-    assert found.gap <= 1e-3 and found.spent["bops"] <= limit
+    assert 0 < found.gap <= 1e-3 and found.spent["bops"] <= limit
     assert max(tried) < 400  # of 720
 
 
@@ -195,6 +212,15 @@ def test_the_integer_program_is_solved_as_exactly_as_it_is_wanted(monkeypatch: p
     for gap in (0.0, 0.25):
         choose({"a": [3.0, 1.0], "b": [2.0, 1.0]}, [Budget("bytes", 3, {"a": [1, 2], "b": [1, 2]})], gap=gap)
     assert gaps == [0.0, 0.25]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_reduced_costs_are_in_the_unit_of_the_costs(scale: float) -> None:
+    """An option that costs 2 more than the cheapest one can only be in a choice that costs 2 more."""
+    rows = [({0: 1.0, 1: 1.0}, 1.0, 1.0)]
+    program = SimpleNamespace(num_binary=2, num_variables=2, rows=rows, spending=[], barred=set())
+    found = Solver(program, [scale, 3 * scale], [], 60.0).relaxed()
+    assert found is not None and found[0] == pytest.approx(scale) and found[1] == pytest.approx([0.0, 2 * scale])
 
 
 def test_a_limit_of_zero_allows_what_uses_nothing() -> None:

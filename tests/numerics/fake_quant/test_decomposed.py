@@ -25,7 +25,7 @@ def test_the_algebra_is_plain_torch(granularity: Granularity, gradient: str, dty
     if gradient.startswith("relu_"):
         scale, zero_point = scale.abs(), torch.zeros(shape)
     numbers = (granularity.axis, granularity.size, spec.qmin, spec.qmax)
-    found = decomposed.fake_quantize(x, scale, zero_point, *numbers)
+    found = decomposed.fake_quantize(x, scale, zero_point, *numbers, gradient, "the site's name")
     assert torch.equal(found, plain.fake_quantize(x, scale, zero_point, *numbers))
     learned = [(True, True, True), (False, True, False)] if gradient != "ste" else []
     for needs in ((True, False, False), *learned):

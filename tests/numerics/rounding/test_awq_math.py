@@ -18,6 +18,7 @@ def test_scales_grow_with_the_inputs() -> None:
     magnitudes = torch.tensor([4.0, 1.0, 0.25, 0.0])
     scale = channel_scale(magnitudes, 0.5)
     torch.testing.assert_close(scale, torch.tensor([2.0, 1.0, 0.5, 1.0]))
+    torch.testing.assert_close(channel_scale(5 * magnitudes, 0.5), scale)
     torch.testing.assert_close(channel_scale(magnitudes, 0.0), torch.ones(4))
     torch.testing.assert_close(channel_scale(torch.zeros(3), 0.5), torch.ones(3))
 
@@ -40,6 +41,16 @@ def test_inputs_of_one_channel_share_a_scale() -> None:
     x[:, 2] *= 30  # of channel 0
     found = search_channel_scale([W], x.T @ x / len(x), owner, [to_grid])
     assert len(found.scale) == 4 and int(found.scale.argmax()) == 0
+
+
+def test_a_channel_is_as_large_as_the_mean_of_its_inputs() -> None:
+    """The last one has a single input, four times as large as each of the sixteen of the first one."""
+    torch.manual_seed(0)
+    W, H = torch.randn(16, 17), torch.eye(17)
+    H[16, 16] = 16
+    found = search_channel_scale([W], H, torch.tensor([0] * 16 + [1]), [to_grid])
+    assert found.alpha > 0
+    torch.testing.assert_close(found.scale[1] / found.scale[0], torch.tensor(4.0**found.alpha))
 
 
 def test_where_all_inputs_are_alike_nothing_is_scaled() -> None:

@@ -297,6 +297,14 @@ def test_one_candidate_is_no_search() -> None:
     assert search_scale(W, H, grid, None, Rounding(num_candidates=1)) is grid  # type: ignore[arg-type]
 
 
+def test_two_candidates_are_a_search() -> None:
+    """Codes of -8 to 7 with a scale of 1; half of it is exact."""
+    W = torch.tensor([[[-2.5, 0.5, 1.5]]], dtype=torch.float64)
+    one = replace(grid_of(W), scale=torch.ones(1, dtype=torch.float64))
+    found = search_scale(W, torch.eye(3)[None].double(), one, None, Rounding(num_candidates=2, smallest_factor=0.5))
+    assert found.scale.tolist() == [0.5]
+
+
 def test_columns_that_share_a_scale() -> None:
     W, _ = problem(4, 12, 50)
     found = {name: [c.tolist() for c in shared_columns(grid_of(W, 4, True, g))] for name, g in GRANULARITIES.items()}
@@ -325,6 +333,7 @@ def test_a_factor_that_only_rounds_rounds_the_same() -> None:
     W, H = problem(3, 9, 40)
     factor, grid = InverseFactor(H, Rounding()), grid_of(W)
     codes = factor.round(W, grid)
+    torch.testing.assert_close(factor.solved(W), InverseFactor(H, Rounding()).solved(W))
     factor.only_rounds(W.dtype)
     assert torch.equal(factor.round(W, grid), codes)
     with pytest.raises(AssertionError, match="given up"):
@@ -345,8 +354,8 @@ def test_the_target_makes_up_for_changed_inputs() -> None:
     one, other = numbers(1, 3, 7, seed=3), numbers(1, 3, 7, seed=4)
     rest = [error(V) - row_loss(T, V, H)[0] for V in (one, other)]
     torch.testing.assert_close(*rest)
-    torch.testing.assert_close(target_weight(W, H, cross, share=0.0), W)
-    torch.testing.assert_close(target_weight(W, H, H), W)
+    torch.testing.assert_close(target_weight(W, H, cross, damping=0.01, share=0.0), W)
+    torch.testing.assert_close(target_weight(W, H, H, damping=0.01), W)
     grid = grid_of(W, 4)
     values = [quantize(target, H, grid, Rounding()).values for target in (T, W)]
     assert error(values[0]).sum() < error(values[1]).sum()
@@ -385,13 +394,21 @@ class TestChosenRounding:
         errors = [float(row_loss(W, quantize(W, H, grid, r).values, all_data).sum()) for r in (rounding, found)]
         return found.damping, *errors
 
-    def test_few_rows_are_trusted_less(self) -> None:
-        damping, before, after = self.rounded(8)
-        assert damping > 0.01
+    @pytest.mark.parametrize("num_rows", [4, 8])
+    def test_few_rows_are_trusted_less(self, num_rows: int) -> None:
+        damping, before, after = self.rounded(num_rows)
+        assert damping in (0.1, 1.0, 10.0)  # tried in tenfold steps
         assert after < before
 
     def test_many_rows_are_trusted(self) -> None:
         assert self.rounded(5000)[0] == 0.01
+
+    def test_the_codes_are_fitted_to_the_moments_of_the_inputs(self) -> None:
+        """`cross` belongs to the target alone; here it is no matrix of second moments at all."""
+        W = numbers(1, 16, 32, seed=1)
+        halves, _ = self.halves(5000, 32)
+        found = chosen_rounding(W, [(half, -half) for half in halves], lambda *_: W, grid_of(W, 3), Rounding())
+        assert found.damping in (0.01, 0.1, 1.0, 10.0)
 
     def test_never_less_than_it_was(self) -> None:
         W = numbers(1, 16, 32, seed=1)
@@ -439,6 +456,23 @@ class TestZeroPoints:
         rounding = Rounding(zero_point_shift=1, num_candidates=3, smallest_factor=0.9)
         found = round_nearest(weight, torch.eye(4, dtype=torch.float64)[None], start, rounding)
         assert found.grid.zero_point.tolist() == [2.0, 0.0] and torch.equal(found.values, weight)
+
+    @pytest.mark.parametrize(("most", "expected"), [(1, 1.0), (2, 2.0)])
+    def test_they_move_as_far_as_allowed(self, most: int, expected: float) -> None:
+        weight = torch.tensor([[[-2.0, -1.0, 0.0, 1.0]]], dtype=torch.float64)
+        start = replace(self.grid(weight, symmetric=False), scale=torch.ones(1).double(), zero_point=torch.zeros(1))
+        rounding = Rounding(zero_point_shift=most, num_candidates=3, smallest_factor=0.99)
+        found = round_nearest(weight, torch.eye(4, dtype=torch.float64)[None], start, rounding)
+        assert found.grid.zero_point.tolist() == [expected]
+
+    def test_a_moved_one_is_tried_with_the_scales_beside_the_best(self) -> None:
+        """Of the shares 1, 0.95 and 0.9 the first is best until the zero point moves; then 0.95 is exact."""
+        weight = 0.95 * torch.tensor([[[-2.0, -1.0, 0.0, 1.0]]], dtype=torch.float64)
+        start = replace(self.grid(weight, symmetric=False), scale=torch.ones(1).double(), zero_point=torch.ones(1))
+        rounding = Rounding(zero_point_shift=1, num_candidates=3, smallest_factor=0.9)
+        found = round_nearest(weight, torch.eye(4, dtype=torch.float64)[None], start, rounding)
+        assert found.grid.zero_point.tolist() == [2.0]
+        torch.testing.assert_close(found.values, weight)
 
     def test_a_symmetric_grid_has_none(self) -> None:
         weight, hessian = self.problem()

@@ -106,6 +106,13 @@ def test_layers_without_a_matrix() -> None:
 def test_no_images() -> None:
     form = layer_matrix(nn.Conv2d(2, 2, 3))
     assert form is not None and not list(form.patches(torch.zeros(0, 2, 8, 8)))
+    assert form.num_rows(torch.zeros(0, 2, 8, 8)) == 0
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((5, 1), 5), ((2, 3, 4), 6), ((4,), 1), ((0, 4), 0), ((3, 0), 0)])
+def test_rows_of_a_linear_layer(shape: tuple[int, ...], expected: int) -> None:
+    form = layer_matrix(nn.Linear(1, 1))
+    assert form is not None and form.num_rows(torch.zeros(shape)) == expected
 
 
 def test_no_chunk_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

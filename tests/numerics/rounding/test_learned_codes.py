@@ -150,6 +150,8 @@ def test_a_range_that_is_cut_on_both_sides() -> None:
     assert clipped_grid(scale, zero_point, one, one, 0, 15) == (pytest.approx(0.1), 5.0)
     cut, moved = clipped_grid(scale, zero_point, 0.5 * one, one, 0, 15)  # [-0.5, 1.0] becomes [-0.25, 1.0]
     assert float(cut) == pytest.approx(1.25 / 15) and moved == 3
+    halved, still = clipped_grid(scale, 0 * zero_point, 0.5 * one, 0.5 * one, -8, 7)
+    assert float(halved) == pytest.approx(0.05) and still == 0
 
 
 def test_latent_weights_begin_with_the_present_codes_near_the_weight() -> None:

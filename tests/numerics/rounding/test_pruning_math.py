@@ -47,6 +47,33 @@ def test_the_fit_is_the_least_squares_solution(kind: str) -> None:
     assert (output_error(W, V, H, C) <= output_error(W, W * M, H, C) + 1e-9).all()
 
 
+def test_inputs_of_any_size_are_fitted() -> None:
+    """The steps of conjugate gradients are in units of each column's input."""
+    found = moments(rows=2000, columns=40, groups=1)
+    sizes = torch.logspace(-4, 4, 40, dtype=torch.float64)
+    H, C = (matrix * sizes * sizes[:, None] for matrix in (found.hessian(), found.cross()))
+    W, M = torch.randn(1, 5, 40, dtype=torch.float64) / sizes, torch.rand(1, 5, 40) > 0.4
+    wanted = exact(W, H, C, M)
+    error = fit_masked(W, H, C, M, damping=0.0) - wanted
+    assert float(((error @ H) * error).sum()) < 1e-8 * float(((wanted @ H) * wanted).sum())
+
+
+def test_rows_with_the_same_zeros_are_solved_exactly() -> None:
+    """Also where inputs correlate so much that conjugate gradients would take too many steps."""
+    mixing = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q
+    x = torch.randn(1, 300, 60, dtype=torch.float64) * torch.logspace(0, -4, 60, dtype=torch.float64) @ mixing
+    H, W, M = x.mT @ x / 300, torch.randn(1, 5, 60, dtype=torch.float64), (torch.arange(60) % 3 > 0).expand(1, 5, 60)
+    wanted = exact(W, H, H, M)
+    error = fit_masked(W, H, H, M, damping=0.0) - wanted
+    assert float(((error @ H) * error).sum()) < 1e-18 * float(((wanted @ H) * wanted).sum())
+
+
+def test_by_default_one_percent_is_added_to_the_second_moments() -> None:
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    assert fit_masked(one, one, 0 * one, one.bool()).item() == pytest.approx(0.01 / 1.01)
+    assert obs_scores(one, one).item() == pytest.approx(1.01)
+
+
 def test_columns_without_input_keep_their_weight() -> None:
     found = InputMoments(torch.float64)
     x = torch.randn(50, 4, dtype=torch.float64)
@@ -82,6 +109,15 @@ def test_of_equal_weights_the_first_are_removed() -> None:
     scores = sparse_gpt_scores(torch.ones(1, 4, 64), torch.eye(64)[None], 0.25, None)
     assert scores.flatten().sort(stable=True).indices[:64].tolist() == list(range(64))
     assert scores.flatten()[:64].max() + 1 <= scores.flatten()[64:].min()
+
+
+def test_each_128_columns_lose_the_same_share() -> None:
+    W = torch.ones(1, 4, 256) + torch.arange(256) / 256
+    W[..., 128] = 0.5  # the smallest
+    scores = sparse_gpt_scores(W, torch.eye(256)[None], 0.25, None)
+    removed = torch.zeros(4 * 256, dtype=torch.bool)
+    removed[scores.flatten().argsort()[: len(removed) // 4]] = True
+    assert removed.view(4, 2, 128).sum((0, 2)).tolist() == [128, 128]
 
 
 def test_the_score_of_obs_is_what_the_loss_grows_by() -> None:

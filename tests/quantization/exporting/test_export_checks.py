@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import sparsebit
+from sparsebit.deploy.comparing import default_session
 from sparsebit.deploy.comparing.parity import Tolerance
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError
@@ -147,6 +148,8 @@ def test_a_wrong_code_is_found_although_the_output_hardly_moves(ort: Made, tmp_p
     file = ort.broken(tmp_path, flipped, "first.weight/codes")
     with pytest.raises(DeploymentError, match=r"relu\.output"):
         ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(sqnr_db=-99, top1=0))
+    with pytest.raises(DeploymentError, match=r"one of its kernels is wrong.*relu\.output"):  # whatever is allowed
+        ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(sqnr_db=-99, top1=0, exact=False))
 
 
 def one_more(codes: Any) -> Any:
@@ -254,6 +257,43 @@ def test_a_processor_whose_sums_clip_is_told_from_a_wrong_file(
         ort.qmodel.check_onnx(ort.broken(tmp_path, doubled, "first.weight/scale"), [X])
 
 
+def test_a_wrong_file_is_not_run_twice_where_sums_do_not_clip(
+    ort: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_checks, "saturates", lambda: False)
+    real, sessions = export_checks.open_session, []
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        sessions.append(args)
+        return real(*args, **settings)
+
+    monkeypatch.setattr(export_checks, "open_session", counted)
+    with pytest.raises(DeploymentError, match="does not compute what was simulated"):
+        ort.qmodel.check_onnx(ort.broken(tmp_path, doubled, "first.weight/scale"), [X])
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize("made", ["virtual", "tensorrt"], indirect=True)
+def test_a_default_session_that_differs_matters_to_files_without_a_runtime(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for TensorRT runs elsewhere: only a warning."""
+    real = default_session.open_session
+
+    def zeros(*args: Any, **settings: Any) -> Any:
+        session = real(*args, **settings)
+        run = session.run
+        monkeypatch.setattr(session, "run", lambda feeds: [np.zeros_like(output) for output in run(feeds)])
+        return session
+
+    monkeypatch.setattr(default_session, "open_session", zeros)
+    is_told: Any = pytest.warns(UserWarning, match="the optimizations of a default session of ONNX Runtime change it")
+    if made.qmodel.config.BACKEND == "virtual":
+        is_told = pytest.raises(DeploymentError, match="the optimizations of a default session")
+    with is_told:
+        made.qmodel.check_onnx(made.file, [X])
+
+
 def test_the_batch_that_differs_is_looked_into(ort: Made, tmp_path: Path) -> None:
     """The first batch shows nothing of the fault: its images are black."""
     file = ort.broken(tmp_path, one_more, "first.weight/codes")
@@ -308,6 +348,17 @@ def test_the_first_samples_in_batches_of_any_size(ort: Made) -> None:
     assert check_parity(ort.qmodel, ort.file, {"x": X}).worst.num_samples == 6
     many = check_parity(ort.qmodel, ort.file, X.repeat(11, 1, 1, 1))
     assert many.worst.num_samples == NUM_SAMPLES == 64
+
+
+def test_against_a_float_model_every_sample_is_judged(ort: Made) -> None:
+    """Also those whose best two classes are near: of another model nearly all."""
+    torch.manual_seed(1)
+    model, x = Net().eval(), torch.randn(64, 3, 9, 9)
+    (found,) = open_session(ort.file).run({"x": x.numpy()})
+    with torch.no_grad():
+        same = (model(x).argmax(1) == torch.from_numpy(found).argmax(1)).float().mean().item()
+    assert same < 1
+    assert compare_model(model, ort.file, [x]).worst.top1 == pytest.approx(same)
 
 
 def test_no_data_is_no_success(ort: Made) -> None:
@@ -386,6 +437,10 @@ def test_the_last_bit_is_that_of_the_largest_number() -> None:
     expected = np.array([1e-3, 1e-6], np.float32)
     assert export_checks._is_rounded_alike(expected, expected + np.float32(1e-10))
     assert not export_checks._is_rounded_alike(expected, expected + np.float32(1e-8))
+    missing = np.array([np.nan, 1e-3], np.float32)
+    assert export_checks._is_rounded_alike(missing, missing + np.float32(1e-10))
+    codes = np.array([10**7])
+    assert export_checks._is_rounded_alike(codes, codes) and not export_checks._is_rounded_alike(codes, codes + 1)
 
 
 def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:
@@ -394,6 +449,13 @@ def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:
     file = made.broken(tmp_path, lambda array: array + 3, "first.input/zero_point")
     with pytest.raises(DeploymentError, match=r"^m\.onnx: TensorRT would refuse it:\n  first\.input/q: zero point 3"):
         check_rules(file, "m.onnx")
+    points = [f"{name}/zero_point" for name in ("first.input", "head.weight", "head.input", "second.input")]
+    for count, shown in ((1, 3), (3, 6), (4, 7)):  # a line for each node; of more than five, how many are left out
+        file = made.broken(tmp_path, lambda array: array + 3, *points[:count])
+        with pytest.raises(DeploymentError) as fault:
+            check_rules(file, "m.onnx")
+        lines = str(fault.value).splitlines()
+        assert len(lines) == shown and lines[-1].endswith("and 2 more") == (count == 4)
 
 
 def test_the_rows_of_a_mask_are_no_samples(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import BackendError
-from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import QMODULE_MAP
+from sparsebit.quantization import QuantModel, QuantOpr, parse_qconfig
 from sparsebit.quantization.planning.float_reasons import HIDDEN
 from sparsebit.quantization.planning.writes import IN_PLACE
 from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
@@ -240,14 +242,42 @@ def test_a_quantized_output_has_the_format_that_all_its_readers_want() -> None:
             x = self.a(x)
             return self.b(x), self.c(x)
 
-    changes = {"A.SPECIFIC": [{"[bc]": ["OBSERVER.TYPE", "percentile"]}]}
-    plan = QuantModel(Fork(), qconfig(changes, backend="onnxruntime")).plan
-    assert {name: site.observer for name, site in plan.items() if site.role != "weight"} == {
+    def observers(layers: str) -> dict[str, str]:
+        changes = {"A.SPECIFIC": [{layers: ["OBSERVER.TYPE", "percentile"]}]}
+        plan = QuantModel(Fork(), qconfig(changes, backend="onnxruntime")).plan
+        return {name: site.observer for name, site in plan.items() if site.role != "weight"}
+
+    assert observers("[bc]") == {
         "a.input": "minmax",
         "a.output": "percentile",
         "b.output": "percentile",
         "c.output": "percentile",
     }
+    assert observers("b") == {  # they disagree: the output keeps its own, and `b` rounds it once more
+        "a.input": "minmax",
+        "a.output": "minmax",
+        "b.input": "percentile",
+        "b.output": "percentile",
+        "c.output": "minmax",
+    }
+
+
+def test_a_registered_module_may_name_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            return image * 2
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubled = Doubled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.doubled(image=x)
+
+    row = OpRow("doubled", OpKind.UNARY, inputs=("input",), implementation=QuantOpr)
+    monkeypatch.setitem(QMODULE_MAP, Doubled, row)
+    assert placed(Net()) == {"doubled.input"}
 
 
 def test_a_gate_called_twice_has_a_site_per_call() -> None:
@@ -272,16 +302,28 @@ def test_a_format_that_does_not_follow_a_quantized_output() -> None:
         QuantModel(model, qconfig(changes, backend="onnxruntime"))
 
 
-def test_stacked_matrices_are_a_weight() -> None:
+@pytest.mark.parametrize("is_moved", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 4, 4), {"experts", "matmul.input.0"}),
+        ((4, 4), {"matmul.input.0", "matmul.input.1"}),
+        ((1, 4, 4), {"matmul.input.0", "matmul.input.1"}),
+    ],
+    ids=str,
+)
+def test_stacked_matrices_are_a_weight(shape: tuple[int, ...], is_moved: bool, expected: set[str]) -> None:
+    """A single matrix is an operand like any other."""
+
     class Stacked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.Parameter(torch.randn(2, 4, 4))
+            self.experts = nn.Parameter(torch.randn(shape))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(x, self.experts)
+            return torch.matmul(x, self.experts.transpose(-1, -2) if is_moved else self.experts)
 
-    assert placed(Stacked()) == {"experts", "matmul.input.0"}
+    assert placed(Stacked()) == expected
 
 
 class Loose(nn.Module):
@@ -290,10 +332,13 @@ class Loose(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.pool, self.fc = nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Linear(4, 2)
-        self.act, self.inplace = nn.ReLU(), nn.ReLU(inplace=True)
+        self.act, self.inplace, self.flat = nn.ReLU(), nn.ReLU(inplace=True), nn.Flatten()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if float(x.sum()) > 1e9 else self.fc(self.inplace(self.act(self.pool(self.conv(x)))).mean((2, 3)))
+        if float(x.sum()) > 1e9:
+            return x
+        x = self.inplace(self.act(self.pool(self.conv(x))))
+        return self.fc(self.flat(x.mean((2, 3))))
 
 
 @pytest.mark.parametrize(("backend", "found"), [("virtual", {"pool.input", "act.input"}), ("onnxruntime", set())])
@@ -459,6 +504,23 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(("backend", "expected"), [("onnxruntime", {"mul"}), ("openvino", set())])
 def test_a_gate_of_convolutions_is_multiplied_in_integers(backend: str, expected: set[str]) -> None:
     assert {name.partition(".")[0] for name in placed(Gated().eval(), backend=backend) if "mul" in name} == expected
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("onnxruntime", True), ("openvino", False)])
+def test_an_add_behind_a_product_follows_it(backend: str, expected: bool) -> None:
+    """The model's input is not fed by a convolution; a product in integers is."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.gate = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.stem(x)
+            return x + y * self.gate(y.mean((2, 3), keepdim=True)).sigmoid()
+
+    names = placed(Added().eval(), backend=backend)
+    assert ("mul.output" in names, "add.output" in names) == (expected, expected)
 
 
 class Swished(nn.Module):

@@ -68,7 +68,7 @@ class TestPlan:
         assert torch.equal(calibrated_by(again)(X), left(X))
 
     def test_options_are_in_the_json(self) -> None:
-        """And only what is not the default."""
+        """The ratio of a moving average only where it is not the default."""
         changes = {"A.OBSERVER.TYPE": "moving_average", "A.OBSERVER.MOVING_AVERAGE.EMA_RATIO": 0.5}
         plan = plan_of(changes=changes)
         values = plan.to_dict()["sites"]
@@ -76,6 +76,11 @@ class TestPlan:
         assert values["fc.input"]["observer_options"] == {"EMA_RATIO": 0.5}
         again = Plan.from_dict(json.loads(plan.to_json()))["fc.input"]
         assert again.ema_ratio == 0.5 and again.observer_options == plan["fc.input"].observer_options
+
+    def test_defaults_are_in_the_json_too(self) -> None:
+        """A later version may have others."""
+        plan = plan_of(changes={"A.OBSERVER.TYPE": "percentile"})
+        assert plan.to_dict()["sites"]["fc.input"]["observer_options"] == {"ALPHA": 0.001}
 
     @pytest.mark.parametrize(
         ("scheme", "expected"), [("per-group-symmetric", PerGroup(1, 2)), ("per-channel-symmetric", PerChannel(0))]
@@ -86,6 +91,15 @@ class TestPlan:
         assert plan["fc.weight"].spec.granularity == expected
         assert plan["conv.input"].spec.granularity == PerChannel(1)
         assert plan["fc.input"].spec.granularity == PerChannel(-1)
+
+    @pytest.mark.parametrize(
+        ("scheme", "expected"), [("per-group-symmetric", PerGroup(0, 2)), ("per-channel-symmetric", PerChannel(1))]
+    )
+    def test_the_axes_of_a_transposed_convolution(self, scheme: str, expected: PerGroup | PerChannel) -> None:
+        """Its weight is (inputs, outputs, ...)."""
+        config = qconfig({"W.QSCHEME": scheme, "W.QUANTIZER.GROUP_SIZE": 2})
+        plan = QuantModel(nn.Sequential(nn.ConvTranspose2d(4, 6, 3)), config).plan
+        assert plan["0.weight"].spec.granularity == expected
 
     @pytest.mark.parametrize(
         ("values", "told"),
