@@ -16,6 +16,7 @@ from sparsebit.compress.goal import cost_of, rank, used
 from sparsebit.compress.joint_search import JointChoice, choose_channels_and_bits
 from sparsebit.compress.metrics import noise
 from sparsebit.compress.recipe import Recipe
+from sparsebit.compress.teaching import BATCH
 from sparsebit.compress.trial import load
 from sparsebit.config.schema import QuantConfig
 from sparsebit.execution.batches import as_call
@@ -26,6 +27,9 @@ from sparsebit.records.ladder import LadderGoal, LadderStep
 from sparsebit.sparse.sparse_model import SparseModel
 
 _NUM_WORST = 8
+# Passes of one step, each as many operations as a forward; and what two ordinary cores do in a second.
+_TEACHER_PASSES, _STUDENT_PASSES, _OPERATIONS_PER_S = 1, 3, 4e10
+_LEARNING_SHARE, _MOST_LEARNING_STEPS = 0.25, 2000
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ class Study:
         """Channels to remove, and bits of the rest, at this share of the float model's bytes."""
         model, batches, plain = self.bench.model, self.bench.calibration, config.replace("ALGORITHMS", [])
         return choose_channels_and_bits(model, batches, {"bytes": share}, qconfig=plain, weight_bits=weight_bits)
+
+    def learning_steps(self, minutes: float) -> int:
+        """How many steps of learning fit into a quarter of the time, by the model's size: equal in every run."""
+        operations = 2 * self.bench.float_cost.macs * (_TEACHER_PASSES + _STUDENT_PASSES) * BATCH
+        return min(_MOST_LEARNING_STEPS, int(_LEARNING_SHARE * 60 * minutes * _OPERATIONS_PER_S / max(operations, 1)))
 
     def channels(self, budget: Mapping[str, float]) -> tuple[Any, int]:
         """The config that removes channels until the float model keeps the budget, and the width it rounds to."""

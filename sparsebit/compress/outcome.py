@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from sparsebit.compress.bench import Bench
 from sparsebit.compress.conclusion import TRAINING
 from sparsebit.compress.run_folder import RunFolder
 from sparsebit.compress.training_script import training_script
-from sparsebit.compress.trial import FILE, MODEL, RECORD, load
+from sparsebit.compress.trial import FILE, MODEL, RECORD, SMALL, load
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.folders import replace_text
 from sparsebit.quantization.model.quant_model import QuantModel
@@ -80,10 +81,14 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
     has_profile = isinstance(recipe["placement"], dict)
     _write(run.path / PLACEMENT, json.dumps(recipe["placement"], indent=1) + "\n" if has_profile else None)
     _write(run.path / SPARSITY, recipe["sparsity"])
+    if recipe["sparsity"]:
+        run.copy_in(source / SMALL, SMALL)
+    else:
+        shutil.rmtree(run.path / SMALL, ignore_errors=True)
     _write(run.path / TRAINING, None if ladder.met else training_script(ladder))
     _write_record(bench, run, step)
     placed = f', placement="{run.path / PLACEMENT}"' if has_profile else ""
-    net = "small" if recipe["sparsity"] else "model"
+    net = f'sparsebit.sparse.load("{run.path / SMALL}", model)' if recipe["sparsity"] else "model"
     again = f'sparsebit.quantize({net}, batches, "{run.path / CONFIG}"{placed})'
     ladder = ladder.replace(reproduce=again)
     run.write(ladder)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from sparsebit.compress.teaching import learn_outputs
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import RecordError
 from sparsebit.quantization.model.quant_model import QuantModel
@@ -27,13 +28,14 @@ class Recipe:
 
     `placement`: "default", "measured" (searched while it is made), or the profile that was measured. `sconfig`: the
     channels that are removed before; the remaining weights are fitted to the float model's outputs. `round_to`: as for
-    `SparseModel.shrink`.
+    `SparseModel.shrink`. `learning_steps`: how long the smaller model learns the whole one's outputs (`teaching.py`).
     """
 
     config: QuantConfig
     placement: str | PlacementProfile = "default"
     sconfig: SparseConfig | None = None
     round_to: int = 1
+    learning_steps: int = 0
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with other fields."""
@@ -46,7 +48,8 @@ class Recipe:
         smodel = SparseModel(model, self.sconfig, batches[0]).eval()
         smodel.calc_params(batches)
         smodel.reconstruct(batches)
-        return smodel.shrink(self.round_to).eval()
+        small = smodel.shrink(self.round_to).eval()
+        return learn_outputs(small, model, batches, self.learning_steps) if self.learning_steps else small
 
     def quantized(self, net: nn.Module, batches: Sequence[Any], placement_seconds: float) -> QuantModel:
         """The calibrated model."""
@@ -64,21 +67,22 @@ class Recipe:
             "placement": placement,
             "sparsity": sparsity,
             "round_to": self.round_to,
+            "learning_steps": self.learning_steps,
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """The inverse of `to_dict`."""
         try:
-            config, placement, sparsity, round_to = (
-                values[name] for name in ("config", "placement", "sparsity", "round_to")
+            config, placement, sparsity, round_to, steps = (
+                values[name] for name in ("config", "placement", "sparsity", "round_to", "learning_steps")
             )
         except KeyError as missing:
             raise RecordError(f"the recipe of a step has no {missing}; remove the folder of the run") from None
         if isinstance(placement, dict):
             placement = from_plain(PlacementProfile, placement, "placement")
         sconfig = None if sparsity is None else parse_sconfig(sparsity)
-        return cls(as_qconfig(config), placement, sconfig, round_to)
+        return cls(as_qconfig(config), placement, sconfig, round_to, steps)
 
     @property
     def key(self) -> str:

@@ -39,10 +39,11 @@ class Rung:
 
 RUNGS: Registry[Rung] = Registry("rung")
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
+_FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
 
 
 def register_rung(name: str, *, order: int, replace: bool = False) -> Callable[[Propose], Propose]:
-    """A decorator that adds a rung; those of Sparsebit have the orders 10, 20, ..., 90."""
+    """A decorator that adds a rung; those of Sparsebit have the orders 10, 20, ..., 100."""
 
     def add(propose: Propose) -> Propose:
         RUNGS.register(name, replace=replace)(Rung(name, order, propose))
@@ -218,6 +219,19 @@ def channels(known: Known) -> Candidate | None:
     why = f"8 bits take {before:.2f} of the float {name}; without some channels it is about {share * before:.2f}"
     recipe = Recipe(as_qconfig(known.goal.target), sconfig=parse_sconfig(sconfig), round_to=round_to)
     return Candidate(f"channels-{share:.2f}", why, recipe)
+
+
+@register_rung("learning", order=100)
+def learning(known: Known) -> Candidate | None:
+    """The best candidate without some channels learns the outputs of the float model, before it is quantized."""
+    best = known.best
+    if best is None or best.verdict == "over budget" or not known.loses:
+        return None
+    recipe, steps = known.recipe(best), known.study.learning_steps(known.goal.minutes)
+    if recipe.sconfig is None or recipe.learning_steps or steps < _FEWEST_LEARNING_STEPS:
+        return None
+    why = f"{best.name} {_loss(best)}; what is left of the channels learns the float model's outputs in {steps} steps"
+    return Candidate(f"{_base(best)}-learned", why, recipe.replace(learning_steps=steps))
 
 
 def _is_tried(known: Known, recipe: Recipe) -> bool:

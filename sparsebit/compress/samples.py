@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,17 @@ def _listed(data: Any, name: str) -> list[Any]:
     return found
 
 
+def pieces_of(batches: Sequence[Any], size: int) -> list[Any]:
+    """The batches in pieces of at most `size` samples; a batch that cannot be taken apart is one piece."""
+    rows = [_rows(batch) for batch in batches]
+    return [piece for batch, count in zip(batches, rows, strict=True) for piece in _pieces(batch, count, size)]
+
+
 def _enough(batches: list[Any], fewest: int, name: str) -> list[Any]:
     """The batches in pieces of at most 64 samples, at least `fewest` of them."""
     rows = [_rows(batch) for batch in batches]
     size = _PIECE if all(rows) and sum(rows) >= fewest * _PIECE else max(1, sum(rows) // fewest)
-    pieces = [piece for batch, count in zip(batches, rows, strict=True) for piece in _pieces(batch, count, size)]
+    pieces = pieces_of(batches, size)
     if len(pieces) < fewest:
         raise CalibrationError(
             f"{name} holds {len(pieces)} batches that cannot be taken apart, and {fewest} are needed: some judge the "

@@ -59,12 +59,9 @@ qmodel.export_onnx(calibration[0], HERE / "trained.onnx", check=calibration)
 '''
 _DENSE = "net = float_model().to(device)"
 _PRUNED = """\
-from sparsebit.sparse import SparseModel
+from sparsebit.sparse import load
 
-smodel = SparseModel(float_model(), str(HERE / "sparsity.yaml"), calibration[0]).eval()
-smodel.calc_params(calibration)
-smodel.reconstruct(calibration)
-net = smodel.shrink({round_to}).to(device)"""
+net = load(HERE / "small", float_model()).to(device)"""
 _OF_CLASSES = 'F.kl_div(found.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")'
 _OF_VALUES = "F.mse_loss(found, wanted)  # of outputs that are one tensor; otherwise compare the one that matters"
 
@@ -72,6 +69,6 @@ _OF_VALUES = "F.mse_loss(found, wanted)  # of outputs that are one tensor; other
 def training_script(ladder: Ladder) -> str:
     """The script for the best candidate; its config lies next to it."""
     step = ladder.step(ladder.best)
-    net = _PRUNED.format(round_to=step.recipe.get("round_to", 1)) if step.recipe.get("sparsity") else _DENSE
+    net = _PRUNED if step.recipe["sparsity"] else _DENSE
     loss = _OF_CLASSES if "top-1" in ladder.goal.metric else _OF_VALUES
     return _SCRIPT.format(name=step.name, net=net, loss=loss)

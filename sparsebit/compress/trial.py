@@ -17,10 +17,12 @@ from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.recording import record
 from sparsebit.records import measured, write_record
 from sparsebit.records.ladder import Judgement, LadderStep, Verdict
+from sparsebit.sparse.shrinking import pruned_folder
 
 log = logging.getLogger(__name__)
 
-MODEL, FILE, RECORD = "model", "model.onnx", "record.json"
+# `SMALL`: the float model of a recipe that removes channels, as `sparsebit.sparse.load` reads it.
+MODEL, FILE, RECORD, SMALL = "model", "model.onnx", "record.json", "small"
 _PLACEMENT_SHARE, _LONGEST_PLACEMENT_S = 0.1, 60.0  # of the whole time
 _GATE_BATCHES = 2
 
@@ -64,6 +66,8 @@ def _made(bench: Bench, recipe: Recipe, step: LadderStep, folder: Path, rejects_
         gate = bench.calibration[:_GATE_BATCHES]
         parity = qmodel.export_onnx(bench.example.batch, file, dynamic_axes=bench.example.axes, check=gate)
     qmodel.save(folder / MODEL)
+    if recipe.sconfig is not None:
+        pruned_folder.save(net, folder / SMALL)
     cost = bench.cost(file, net, step.name)
     found = replace(step, recipe=recipe.to_dict(), cost=cost, parity=str(parity))
     over = {name: share for name, share in used(bench.goal, cost).items() if share > 1}
@@ -81,5 +85,5 @@ def verdict_of(judged: Judgement | None, allowed: float | None) -> Verdict:
 
 def load(bench: Bench, step: LadderStep, folder: Path) -> tuple[nn.Module, QuantModel]:
     """The float model and the quantized model of a finished step."""
-    net = Recipe.from_dict(step.recipe).net(bench.model, bench.calibration)
+    net = pruned_folder.load(folder / SMALL, bench.model).eval() if step.recipe["sparsity"] else bench.model
     return net, QuantModel.load(folder / MODEL, net)
