@@ -181,5 +181,5 @@ def with_sites(
 
 def _format_of(config: ActivationConfig) -> tuple[TensorSpec, ActivationConfig]:
     """The number format, and the config without the keys that do not affect numbers: an add and a conv can share."""
-    numbers = {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
+    numbers = {key: value for key, value in config.to_dict().items() if key != "QADD"}
     return spec_of(config, activation_axis(config)), ActivationConfig.model_validate(numbers)
