@@ -30,7 +30,7 @@ INTERRUPTED = 128 + signal.SIGINT  # as shells count
 TERMINATED = 128 + signal.SIGTERM
 JOBS = {  # the verbs as `sparsebit --help` lists them
     "Try it": ["demo"],
-    "One call": ["compress"],
+    "One call, and its page": ["compress", "report"],
     "Quantize": ["quantize", "profile", "search", "config", "graph"],
     "Prune": ["prune"],
     "Ship an ONNX file": ["export", "check", "audit"],
@@ -114,6 +114,7 @@ def _add(where: typer.Typer, words: str, kind: type) -> None:
 
 _add(app, "demo", verb_options.DemoOptions)
 _add(app, "compress", verb_options.CompressOptions)
+_add(app, "report", verb_options.ReportOptions)
 _add(app, "quantize", verb_options.QuantizeOptions)
 _add(app, "profile", verb_options.ProfileOptions)
 _add(app, "search", verb_options.SearchOptions)

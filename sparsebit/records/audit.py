@@ -41,7 +41,7 @@ class LayerRun:
     `meant_float`: the export marked it to be computed in float.
 
     `inputs`: the layers whose results it reads, also through ops that are not layers. `shape`: of its result, with 0
-    for open sizes; `macs`: its multiplications for one sample; `num_bytes`: its stored weights. `ms`, `float_ms`: its
+    for open sizes; `macs`: its multiplications, with open sizes counted as 1; `num_bytes`, `weight_bits`: of its stored weight. `ms`, `float_ms`: its
     time in this file and in the float file, as far as its kernel can be told apart; None if it was not timed.
     """
 
@@ -61,6 +61,7 @@ class LayerRun:
     shape: tuple[int, ...] = ()
     macs: int | None = None
     num_bytes: int | None = None
+    weight_bits: int | None = None
     ms: float | None = None
     float_ms: float | None = None
 

@@ -17,6 +17,7 @@ from sparsebit.records.run_record import RunRecord
 from sparsebit.report.causes import causes_of
 from sparsebit.report.layout import draw
 from sparsebit.report.page_data import (
+    EXACT_DB,
     Card,
     Layer,
     Run,
@@ -114,6 +115,7 @@ class _Layers:
                 float_ms=node.float_ms,
                 shape=" × ".join(map(str, node.shape)),
                 bytes=node.num_bytes,
+                bits=node.weight_bits,
             )
 
     def add_bytes(self, parameter: str, float_bytes: int, num_bytes: int) -> None:
@@ -218,11 +220,10 @@ def _main_audit(audits: tuple[Audit, ...]) -> Audit | None:
 def _cards(record: RunRecord, audit: Audit | None) -> list[Card]:
     cards = []
     if record.output is not None:
-        worth = decibels(record.output.sqnr_db)
-        shown = "no signal" if worth is None else "exact" if worth >= 900 else f"{worth:.1f} dB"
-        cards.append(Card("Output SQNR", shown, note=f"against float, on {record.output.num_samples} samples"))
+        note = f"against float, on {record.output.num_samples} samples"
+        cards.append(Card("Output SQNR", _db_words(record.output.sqnr_db), note=note))
     elif record.parity and (noise := record.parity[0].parity.worst.noise_db) is not None:
-        cards.append(Card("Output SQNR", f"{noise:.1f} dB", note="against float"))
+        cards.append(Card("Output SQNR", _db_words(noise), note="against float"))
     if audit is not None and audit.ratio is not None:
         one, two = audit.latency["float"], audit.latency["quantized"]
         before, now = (one.cpu_ms, two.cpu_ms) if audit.num_threads == 1 else (one.wall_ms, two.wall_ms)
@@ -232,12 +233,25 @@ def _cards(record: RunRecord, audit: Audit | None) -> list[Card]:
     if audit is not None and audit.heavy:
         integer = sum(layer.arithmetic in ("integer", "weight-only") for layer in audit.heavy)
         note = "layers that multiply matrices"
-        cards.append(Card("In integers", f"{integer} of {len(audit.heavy)}", share=integer / len(audit.heavy), note=note))
+        cards.append(
+            Card("In integers", f"{integer} of {len(audit.heavy)}", share=integer / len(audit.heavy), note=note)
+        )
     elif record.coverage is not None and record.coverage.num_weighted:
         coverage = record.coverage
         shown = f"{coverage.num_weighted_quantized} of {coverage.num_weighted}"
         cards.append(Card("Quantized layers", shown, share=coverage.weighted_fraction, note="layers with weights"))
     return cards
+
+
+def _db_words(value: float) -> str:
+    found = _db_cell(value)
+    return f"{found:.1f} dB" if isinstance(found, float) else found
+
+
+def _db_cell(value: float) -> float | str:
+    """For a table: an infinite SQNR as a word."""
+    found = decibels(value)
+    return "no signal" if found is None else "exact" if found >= EXACT_DB else found
 
 
 def _size_cards(record: RunRecord, audit: Audit | None) -> list[Card]:
@@ -260,7 +274,7 @@ def _tables(record: RunRecord) -> list[Table]:
     tables = []
     if record.parity:
         rows = tuple(
-            (check.parity.runtime, check.parity.against, output.name, decibels(output.sqnr_db), output.max_difference,
+            (check.parity.runtime, check.parity.against, output.name, _db_cell(output.sqnr_db), output.max_difference,
              None if output.top1 is None else 100 * output.top1, output.num_samples, check.fault or "passed")
             for check in record.parity for output in check.parity.outputs
         )  # fmt: skip
@@ -268,8 +282,10 @@ def _tables(record: RunRecord) -> list[Table]:
         tables.append(Table("Comparison of the file with its reference", columns, rows))
     gains = next((profile.gains for profile in record.errors if profile.gains is not None), None)
     if gains is not None:
-        gained = tuple((row.layer, row.score, row.gain, decibels(row.sqnr_db)) for row in gains.layers)
-        tables.append(Table("Score with one layer in float", ("layer", "score", "gain", "SQNR dB"), gained, gains.title))
+        gained = tuple((row.layer, row.score, row.gain, _db_cell(row.sqnr_db)) for row in gains.layers)
+        tables.append(
+            Table("Score with one layer in float", ("layer", "score", "gain", "SQNR dB"), gained, gains.title)
+        )
     floats = [p for p in (record.coverage.parameters if record.coverage else ()) if not p.is_quantized]
     if floats:
         kept = tuple((one.name, one.format, one.num_elements, one.float_bytes, one.reason) for one in floats)

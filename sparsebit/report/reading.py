@@ -67,7 +67,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{file} is damaged: {str(error) or 'nested too deeply'}; make the folder again") from None
     if not isinstance(values, dict):
-        raise RecordError(f"{file} is damaged: it holds a {type(values).__name__}, not an object; make the folder again")
+        raise RecordError(
+            f"{file} is damaged: it holds a {type(values).__name__}, not an object; make the folder again"
+        )
     return values
 
 

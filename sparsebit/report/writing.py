@@ -25,8 +25,14 @@ def page_of(runs: Sequence[Run], title: str | None = None) -> Page:
 
 def write_page(file: str | os.PathLike[str], runs: Sequence[Run], title: str | None = None) -> Path:
     """Write the page, whole or not at all; returns its path."""
+    target = checked_page_path(file)
+    replace_text(target, page_html(page_of(runs, title)))
+    return target
+
+
+def checked_page_path(file: str | os.PathLike[str]) -> Path:
+    """The path, if a page can be written there; for use before any work is done."""
     target = Path(file).expanduser()
     if fault := unwritable(target, "report.html"):
         raise RecordError(fault)
-    replace_text(target, page_html(page_of(runs, title)))
     return target

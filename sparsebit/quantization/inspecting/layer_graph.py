@@ -39,5 +39,5 @@ def _op(node: fx.Node, module: Any) -> str:
     if isinstance(module, QuantOpr):
         return str(module.row.name)
     if module is not None:
-        return type(module).__name__.lower()
+        return type(module).__name__.lower().removeprefix("integer")
     return str(getattr(node.target, "__name__", node.target))

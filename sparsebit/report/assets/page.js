@@ -174,9 +174,9 @@ function ladder(run) {
   const detail = el("div", { class: "step", id: "step", "aria-live": "polite" }), cost = run.cost_name || "bytes";
   const names = { latency: "time", bytes: "bytes", macs: "multiplications" };
   const show = step => {
-    detail.replaceChildren(el("h3", {}, step.name), el("p", {}, step.why), step.fault ? el("p", { class: "bad" }, step.fault) : null,
+    detail.replaceChildren(...[el("h3", {}, step.name), el("p", {}, step.why), step.fault ? el("p", { class: "bad" }, step.fault) : null,
       step.parity ? el("p", { class: "soft" }, step.parity) : null,
-      ...Object.entries(step.recipe || {}).flatMap(([file, text]) => [el("h4", {}, file), el("pre", { tabindex: 0 }, text)]));
+      ...Object.entries(step.recipe || {}).flatMap(([file, text]) => [el("h4", {}, file), el("pre", { tabindex: 0 }, text)])].filter(Boolean));
     for (const point of document.querySelectorAll(".point")) point.setAttribute("aria-pressed", String(point.dataset.step === step.name));
   };
   const columns = [{ name: "" }, { name: "step" }, { name: "why" }, { name: "result" }, { name: `loss${run.steps.some(step => step.unit) ? `, ${run.steps.find(step => step.unit).unit}` : ""}`, number: true, show: value => value.toFixed(2) },
@@ -238,19 +238,18 @@ function graph(run) {
   const inView = at => at.x * view.k + view.x < size[0] && (at.x + at.width) * view.k + view.x > 0 && at.y * view.k + view.y < size[1] && (at.y + at.height) * view.k + view.y > 0;
   const same = (one, two) => one && two && one.box === two.box && one.layer === two.layer;
   function clipped(text, width, font) { const room = Math.floor(width / (font * 0.57)); return text.length <= room ? text : room < 4 ? "" : `${text.slice(0, room - 1)}…`; }
-  const last = name => name.split(/[./]/).filter(Boolean).at(-1) || name;
   function under(name, outer) { return outer && name.startsWith(outer) ? name.slice(outer.length).replace(/^[./]/, "") || name : name; }
 
   function tileOf(tile) {
     const at = place(tile), folded = tile.box !== undefined, layers = folded ? boxes[tile.box].all.map(index => run.layers[index]) : [run.layers[tile.layer]];
-    const seen = look(run, state.metric, layers), name = folded ? under(at.name, boxes[at.parent]?.name) : last(layers[0].name);
+    const seen = look(run, state.metric, layers), name = folded ? under(at.name, boxes[at.parent]?.name) : under(layers[0].name, boxes[drawing.box_of[tile.layer]].name);
     const font = folded ? Math.min(13 / view.k, at.height / 3, at.width / 7) : 12.5, strong = seen.level >= 5 ? ` strong-l${seen.level}` : "";
     const isFloat = !folded && layers[0].arithmetic === "float";
     const parts = [svg("rect", { class: `tile ${seen.kind}${folded ? " folded" : ""}${isFloat ? " is-float" : ""}${same(tile, chosen) || (!folded && tile.layer === state.layer) ? " chosen" : ""}`, x: at.x, y: at.y, width: at.width, height: at.height, rx: 6,
       "data-name": folded ? at.name : layers[0].name, onclick: () => pick(tile) }, svg("title", {}, `${folded ? at.name : layers[0].name}${folded ? `, ${layers.length} layers` : ` (${layers[0].op || "layer"})`}: ${seen.text || "not measured"}`))];
     if (font * view.k >= 7) {
       const mid = at.y + at.height / 2, left = folded ? at.x + at.width / 2 : at.x + 9, anchor = folded ? "middle" : "start";
-      const value = folded && !seen.text ? `${layers.length} layers` : seen.text, op = folded ? "" : ` ${layers[0].op || ""}`;
+      const value = folded && !seen.text ? `${layers.length} layers` : seen.text, op = folded || name.toLowerCase().includes((layers[0].op || "").toLowerCase()) ? "" : ` ${layers[0].op}`;
       parts.push(svg("text", { x: left, y: mid - font * 0.25, "font-size": font, "text-anchor": anchor, class: strong }, clipped(name + (name.length + op.length < 17 ? op : ""), at.width - 12, font)),
         svg("text", { x: left, y: mid + font, "font-size": font * 0.92, "text-anchor": anchor, class: `value${strong}` }, clipped(value, at.width - 12, font)));
     }
