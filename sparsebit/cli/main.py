@@ -29,10 +29,8 @@ from sparsebit.errors import SparsebitError
 INTERRUPTED = 128 + signal.SIGINT  # as shells count
 TERMINATED = 128 + signal.SIGTERM
 JOBS = {  # the verbs as `sparsebit --help` lists them
-    "Try it": ["demo"],
-    "One call, and its page": ["compress", "report"],
-    "Quantize": ["quantize", "profile", "search", "config", "graph"],
-    "Prune": ["prune"],
+    "Start here": ["demo", "compress", "report"],
+    "Quantize and prune": ["quantize", "profile", "search", "config", "graph", "prune"],
     "Ship an ONNX file": ["export", "check", "audit"],
     "Language models": ["llm"],
 }

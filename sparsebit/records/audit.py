@@ -41,8 +41,8 @@ class LayerRun:
     `meant_float`: the export marked it to be computed in float.
 
     `inputs`: the layers whose results it reads, also through ops that are not layers. `shape`: of its result, with 0
-    for open sizes; `macs`: its multiplications, with open sizes counted as 1; `num_bytes`, `weight_bits`: of its stored weight. `ms`, `float_ms`: its
-    time in this file and in the float file, as far as its kernel can be told apart; None if it was not timed.
+    for open sizes; `macs`: its multiplications, with open sizes counted as 1; `num_bytes`, `weight_bits`: of its stored
+    weight. `ms`, `float_ms`: its time in this file and in the float file; None if it was not timed.
     """
 
     name: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """`op`: the name of the operator (`conv2d`, `add`), or of the module's class. `inputs`: the layers that it reads."""
+    """`op`: the name of the operator (`conv`, `add`), or of the module's class. `inputs`: the layers that it reads."""
 
     name: str
     op: str

@@ -113,9 +113,9 @@ class RunRecord:
     """One quantized model: its identity, origin, losses and speed. None or empty: no verb filled it.
 
     `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
-    separate section. `graph`: all layers and what each reads. `coverage`: the result after calibration, and every parameter. `errors`: one profile for
-    `sync` and one without. `parity`: one comparison for each runtime and reference. `audits`: one for each
-    runtime and number of threads. The last two are of `file`.
+    separate section. `graph`: all layers and what each reads. `coverage`: the result after calibration, and every
+    parameter. `errors`: one profile for `sync` and one without. `parity`: one comparison for each runtime and
+    reference. `audits`: one for each runtime and number of threads. The last two are of `file`.
     """
 
     model: ModelFacts | None = None

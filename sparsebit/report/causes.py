@@ -29,7 +29,7 @@ def causes_of(layer: Layer) -> tuple[Cause, ...]:
     for tensor in layer.tensors:
         if tensor.sqnr_db is not None and tensor.sqnr_db < GOOD_DB:
             found += filter(None, [next(filter(None, (rule(tensor) for rule in RULES)), None)])
-    return tuple([*found, *_of_summands(layer)])
+    return (*found, *_of_summands(layer))
 
 
 def _clipped(tensor: Tensor) -> Cause | None:

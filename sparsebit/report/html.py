@@ -42,7 +42,7 @@ def page_html(page: Page) -> str:
     return _TEMPLATE.format(
         policy=policy,
         version=escape(page.version),
-        title=escape(page.title),
+        title=escape(page.title.encode("utf-8", "replace").decode()),
         style=style,
         data=_as_data(page),
         script=script,

@@ -131,7 +131,7 @@ def _place(group: _Group, edges: dict[int, list[tuple[int, int]]], places: dict[
             _place(part, edges, places)
     sizes = [(part.width, part.height) if isinstance(part, _Group) else (WIDTH, HEIGHT) for part in group.parts]
     rows = _rows(len(sizes), edges.get(id(group), []))
-    left, most = _PAD, 0
+    left, most = _PAD, _PAD + _TITLE
     for column in _columns(rows, sizes):
         width = max(_row_width(row, sizes) for row in column)
         top = _PAD + _TITLE
@@ -147,11 +147,11 @@ def _place(group: _Group, edges: dict[int, list[tuple[int, int]]], places: dict[
                 x += sizes[part][0] + _GAP_X
             top += height + _GAP_Y
         left, most = left + width + 2 * _GAP_X, max(most, top - _GAP_Y)
-    group.width, group.height = left - 2 * _GAP_X + _PAD, most + _PAD
+    group.width, group.height = max(left - 2 * _GAP_X, 0) + _PAD, most + _PAD
 
 
 def _rows(count: int, edges: list[tuple[int, int]]) -> list[list[int]]:
-    """Parts by the longest path to them. Edges against the order of the layers, as of loops of modules, do not count."""
+    """Parts by the longest path to them. Edges against the order of the layers, as of loops, do not count."""
     before: list[set[int]] = [set() for _ in range(count)]
     for source, target in edges:
         if source < target:
@@ -159,7 +159,7 @@ def _rows(count: int, edges: list[tuple[int, int]]) -> list[list[int]]:
     rank = [0] * count
     for part in range(count):
         rank[part] = max((rank[source] + 1 for source in before[part]), default=0)
-    rows: list[list[int]] = [[] for _ in range(max(rank, default=0) + 1)]
+    rows: list[list[int]] = [[] for _ in range(max(rank, default=-1) + 1)]
     for part in range(count):
         rows[rank[part]].append(part)
     after: list[set[int]] = [set() for _ in range(count)]
@@ -171,7 +171,7 @@ def _rows(count: int, edges: list[tuple[int, int]]) -> list[list[int]]:
         place = {part: float(index) - len(row) / 2 for row in rows for index, part in enumerate(row)}
         for row in rows if sweep % 2 == 0 else reversed(rows):
             means = {part: sum(place[one] for one in near[part]) / len(near[part]) for part in row if near[part]}
-            row.sort(key=lambda part: means.get(part, place[part]))  # noqa: B023
+            row.sort(key=lambda part: means.get(part, place[part]))
             place |= {part: float(index) - len(row) / 2 for index, part in enumerate(row)}
     return [broken for row in rows for broken in _broken(row)]
 
@@ -183,6 +183,8 @@ def _broken(row: list[int]) -> list[list[int]]:
 
 
 def _columns(rows: list[list[int]], sizes: list[tuple[int, int]]) -> list[list[list[int]]]:
+    if not rows:
+        return []
     heights = [max(sizes[part][1] for part in row) + _GAP_Y for row in rows]
     widths = [_row_width(row, sizes) + 2 * _GAP_X for row in rows]
     total, widest = sum(heights), max(widths)

@@ -22,7 +22,7 @@ EXACT_DB = 999.0  # an infinite SQNR: JSON has no infinity
 
 @dataclass(frozen=True)
 class Card:
-    """One of the numbers at the top. `share`: of the value before; `is_good`: None if the goal says nothing about it."""
+    """One of the numbers at the top. `share`: of `before`; `is_good`: None if the goal says nothing about it."""
 
     label: str
     value: str
@@ -102,7 +102,7 @@ Arithmetic = Literal["integer", "weight-only", "float", "unknown", ""]
 
 @dataclass(frozen=True)
 class Layer:
-    """`bits`: of the weight, else of the activation. `sqnr_db`: of the output. `ms`, `float_ms`: in this file, in float.
+    """`bits`: of the weight, else of the activation. `sqnr_db`: of the output. `ms`, `float_ms`: here and in float.
 
     `inputs`: indices of the layers whose results it reads. `why_float`: the reason if it is not computed in integers.
     """
@@ -219,9 +219,9 @@ def bins(found: ValueHistogram | None) -> Bins | None:
     return Bins(found.low, found.width, "".join(HEIGHTS[height] for height in heights))
 
 
-def number_of_bits(format: str) -> int | None:
+def number_of_bits(kind: str) -> int | None:
     """The bits of a number format: 8 of `uint8`, 4 of `int4`, 8 of `float8_e4m3`."""
-    digits = "".join(char if char.isdigit() else " " for char in format.partition("_")[0]).split()
+    digits = "".join(char if char.isdigit() else " " for char in kind.partition("_")[0]).split()
     return int(digits[0]) if digits else None
 
 

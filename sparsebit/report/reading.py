@@ -51,7 +51,7 @@ def _run_of_file(file: Path, name: str = "") -> Run:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{file} is not JSON, or damaged: {error or 'nested too deeply'}; give {_ALLOWED}") from None
+        raise RecordError(f"{file} is damaged: {str(error) or 'nested too deeply'}; give {_ALLOWED}") from None
     kind = values.get("format") if isinstance(values, dict) else None
     if kind == LADDER_FORMAT:
         return run_of_ladder(Ladder.from_json(text, str(file)), name or file.resolve().parent.name)

@@ -125,7 +125,8 @@ def _compared(
         with _float_file(model, against) as (path, num_bytes):
             other = open_session(path, found.runtime, num_threads=found.num_threads)
             latency = _latency(session, other, arrays, repeats, budget_s)
-            found = replace(found, layers=_timed(found, model, path, arrays, latency, budget_s))
+            if set(other.inputs) == set(session.inputs):
+                found = replace(found, layers=_timed(found, model, path, arrays, latency, budget_s))
     except DeploymentError as error:
         if against is not None:
             raise

@@ -25,7 +25,8 @@ class SiteErrors:
 
     def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
         self.quantizer = quantizer
-        self.histogram, self.quantized = (GrowingHistogram(), GrowingHistogram()) if histogram else (None, None)
+        self.histogram = GrowingHistogram() if histogram else None
+        self.quantized = GrowingHistogram() if histogram else None
         self.peaks: Tensor | None = None  # the largest absolute value of each channel
         self.count = self.num_clipped = 0
         self.noise = self.signal = 0.0
