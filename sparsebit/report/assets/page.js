@@ -147,7 +147,7 @@ function comparison() {
   const known = page.runs.map(run => new Map(run.layers.map(layer => [layer.name, layer])));
   const keys = Object.keys(METRICS).filter(key => page.runs.filter(run => available(run).includes(key)).length > 1);
   const parts = [], cards = [...new Set(page.runs.flatMap(run => run.cards.map(card => card.label)))];
-  parts.push(table({ title: "Side by side", columns: [{ name: "" }, ...page.runs.map(run => ({ name: run.name, number: true }))],
+  parts.push(table({ title: "Side by side", columns: [{ name: "what" }, ...page.runs.map(run => ({ name: run.name, number: true }))],
     rows: cards.map(label => [label, ...page.runs.map(run => run.cards.find(card => card.label === label)?.value)]) }));
   const holder = el("div", {}), buttons = el("div", { class: "switch", role: "group", "aria-label": "Compare by" });
   const choose = key => {
@@ -179,7 +179,7 @@ function ladder(run) {
       ...Object.entries(step.recipe || {}).flatMap(([file, text]) => [el("h4", {}, file), el("pre", { tabindex: 0 }, text)])].filter(Boolean));
     for (const point of document.querySelectorAll(".point")) point.setAttribute("aria-pressed", String(point.dataset.step === step.name));
   };
-  const columns = [{ name: "" }, { name: "step" }, { name: "why" }, { name: "result" }, { name: `loss${run.steps.some(step => step.unit) ? `, ${run.steps.find(step => step.unit).unit}` : ""}`, number: true, show: value => value.toFixed(2) },
+  const columns = [{ name: "mark" }, { name: "step" }, { name: "why" }, { name: "result" }, { name: `loss${run.steps.some(step => step.unit) ? `, ${run.steps.find(step => step.unit).unit}` : ""}`, number: true, show: value => value.toFixed(2) },
     { name: "±", number: true, show: value => value.toFixed(2) }, { name: "time", number: true, show: percent }, { name: "bytes", number: true, show: percent },
     { name: "MACs", number: true, show: percent }, { name: "took", number: true, show: value => `${Math.round(value)} s` }];
   const rows = run.steps.map(step => [step.is_best ? "★ best" : step.is_pareto ? "◆" : "", step.name, step.why, step.verdict, step.loss, step.bound, step.latency, step.bytes, step.macs, step.seconds]);
