@@ -21,7 +21,7 @@ LAYERS = (
     ("quantization", "sparse", "llm"),
     ("execution", "deploy"),
     ("graph", "kernels"),
-    ("config", "numerics", "records"),
+    ("config", "numerics", "report", "records"),
 )
 WIDTH, ROW, GAP, CHARACTER = 1200, 22, 8, 6.6
 STYLE = """

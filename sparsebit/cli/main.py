@@ -29,10 +29,8 @@ from sparsebit.errors import SparsebitError
 INTERRUPTED = 128 + signal.SIGINT  # as shells count
 TERMINATED = 128 + signal.SIGTERM
 JOBS = {  # the verbs as `sparsebit --help` lists them
-    "Try it": ["demo"],
-    "One call": ["compress"],
-    "Quantize": ["quantize", "profile", "search", "config", "graph"],
-    "Prune": ["prune"],
+    "Start here": ["demo", "compress", "report"],
+    "Quantize and prune": ["quantize", "profile", "search", "config", "graph", "prune"],
     "Ship an ONNX file": ["export", "check", "audit"],
     "Language models": ["llm"],
 }
@@ -114,6 +112,7 @@ def _add(where: typer.Typer, words: str, kind: type) -> None:
 
 _add(app, "demo", verb_options.DemoOptions)
 _add(app, "compress", verb_options.CompressOptions)
+_add(app, "report", verb_options.ReportOptions)
 _add(app, "quantize", verb_options.QuantizeOptions)
 _add(app, "profile", verb_options.ProfileOptions)
 _add(app, "search", verb_options.SearchOptions)

@@ -332,7 +332,31 @@ class AuditOptions:
     )
     threads: int = option(1, "Threads; 1 compares CPU time, more compare wall time.", short="-t", min=1)
     repeats: int | None = option(None, "Rounds of timing; 0: none (default: as many as fit in 5 s).", min=0)
+    html: Path | None = option(None, "Also write the result as a page.", "FILE.html")
     said: OutputOptions = OutputOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write a page about a result: what it costs, why, and each layer.
+
+    One HTML file that loads nothing from elsewhere. RUN: the folder of `compress`, a file that --record wrote, the
+    folder of a pruned model or of a quantized language model; several are shown side by side. Nothing is measured.
+
+    sparsebit report run/ -o page.html
+
+    sparsebit report before.json after.json --title "MobileNetV2, 8 and 4 bits"
+
+    sparsebit report run/ --text
+    """
+
+    common: ClassVar = ("output", "text", "title")
+
+    runs: list[Path] = argument(..., "What to show: folders and records.", "RUN...")
+    output: Path | None = option(None, "The page (default: report.html).", "FILE.html", short="-o")
+    text: bool = option(False, "Print the essence instead of writing a page.")
+    title: str | None = option(None, "The title of the page (default: the names of the runs).", "TEXT")
+    said: SpeakingOptions = SpeakingOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from sparsebit.folders import replace_text
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records import read_record, write_record
 from sparsebit.records.ladder import Ladder, LadderStep
+from sparsebit.report.notebook import fragment
+from sparsebit.report.read_ladder import run_of_ladder
 
 BEST, CONFIG, PLACEMENT, SPARSITY = "best.onnx", "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
@@ -62,6 +64,10 @@ class Result:
     def pareto(self) -> tuple[LadderStep, ...]:
         """The steps that no other one beats in both loss and cost, the cheapest first."""
         return tuple(self.ladder.step(name) for name in self.ladder.pareto)
+
+    def _repr_html_(self) -> str:
+        """The last line of a notebook's cell: the numbers and the ladder."""
+        return fragment(run_of_ladder(self.ladder, self.folder.name))
 
     def __str__(self) -> str:
         return f"{'met' if self.met else 'not met'}: {self.reason}"

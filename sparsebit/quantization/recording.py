@@ -16,7 +16,8 @@ from sparsebit.deploy.onnx_graph.model_file import file_facts
 from sparsebit.deploy.sessions.environment import environment
 from sparsebit.errors import RecordError
 from sparsebit.execution.distributed import gather_shards
-from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.inspecting.layer_graph import layer_graph
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import (
     Audit,
@@ -34,7 +35,7 @@ Result: TypeAlias = ErrorProfile | Parity | ParityCheck | Audit | OutputError
 
 
 def record(
-    qmodel: QuantModel,
+    qmodel: SimulatedModel,
     *results: Result | None,
     name: str | None = None,
     file: str | os.PathLike[str] | None = None,
@@ -53,7 +54,7 @@ def record(
     ...     errors = qmodel.profile(torch.randn(8, 4))
     >>> made = record(qmodel, errors, run=run)
     >>> made.sections
-    ('model', 'config', 'plan', 'coverage', 'calibration', 'errors')
+    ('model', 'config', 'plan', 'graph', 'coverage', 'calibration', 'errors')
     >>> list(made.runs[0].phases)
     ['capture', 'calibration', 'profile']
     """
@@ -64,6 +65,7 @@ def record(
         model=model_facts(qmodel, name),
         config=qmodel.config.to_dict(),
         plan={key: value for key, value in qmodel.plan.to_dict().items() if key != "config"},
+        graph=layer_graph(qmodel),
         coverage=coverage,
         calibration=None if run is None else run.calibration,
         file=None if path is None else file_facts(path, float_bytes=float_bytes),
@@ -113,7 +115,7 @@ def with_run(made: RunRecord, run: Measured | None, warnings: tuple[str, ...]) -
     return made.replace(runs=(*made.runs, run.run(environment(), made.sections, warnings)))
 
 
-def model_facts(qmodel: QuantModel, name: str | None = None) -> ModelFacts:
+def model_facts(qmodel: SimulatedModel, name: str | None = None) -> ModelFacts:
     """Identifies the model: by its architecture, and by the numbers of its quantization."""
     model = qmodel.original
     config = qmodel.config.to_dict(defaults=True)

@@ -39,6 +39,10 @@ class LayerRun:
     `on_purpose`: the profile leaves it in float by design, or the config switched it off.
     `rounds_weight`: the file stores its weight in float, and the runtime still rounds it to int8.
     `meant_float`: the export marked it to be computed in float.
+
+    `inputs`: the layers whose results it reads, also through ops that are not layers. `shape`: of its result, with 0
+    for open sizes; `macs`: its multiplications, with open sizes counted as 1; `num_bytes`, `weight_bits`: of its stored
+    weight. `ms`, `float_ms`: its time in this file and in the float file; None if it was not timed.
     """
 
     name: str
@@ -53,6 +57,13 @@ class LayerRun:
     on_purpose: bool = False
     rounds_weight: bool = False
     meant_float: bool = False
+    inputs: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+    macs: int | None = None
+    num_bytes: int | None = None
+    weight_bits: int | None = None
+    ms: float | None = None
+    float_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ class SiteError:
 
     `low`, `high`: the extremes of the float values. `clip_low`, `clip_high`: the smallest and the largest possible
     output; with several scales, those of the widest. `clipped`: the share of values outside of their own scale's range.
-    `histogram`: None if it was not requested.
+    `histogram`, `quantized`: of the float values and of the quantized ones; None if they were not requested. `scales`:
+    in ascending order, `peaks`: the largest absolute float value of each channel, in ascending order; of more than 64,
+    evenly spaced ones with both ends.
     """
 
     site: str
@@ -99,6 +101,9 @@ class SiteError:
     clip_high: float
     clipped: float
     histogram: ValueHistogram | None = None
+    quantized: ValueHistogram | None = None
+    scales: tuple[float, ...] = ()
+    peaks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from sparsebit.records.audit import Audit
 from sparsebit.records.coverage import Coverage
 from sparsebit.records.error_profile import ErrorProfile
 from sparsebit.records.json_form import field_types, from_plain, to_plain
+from sparsebit.records.layer_graph import GraphLayer
 from sparsebit.records.parity import ParityCheck
 
 FORMAT = "sparsebit-record"
 # Increased with every change after which an older reader would reject a new file or misread it: a field that is added,
 # removed, renamed or gets another meaning. Files of every older version stay readable.
-VERSION = 1
+VERSION = 2
 # A list of numbers, each on a separate line. Texts contain no line breaks in JSON, so nothing else has this form.
 _NUMBERS = re.compile(r"\[\n\s*(-?[\d.eE+-]+(?:,\n\s*-?[\d.eE+-]+)*)\n\s*\]")
 
@@ -112,14 +113,15 @@ class RunRecord:
     """One quantized model: its identity, origin, losses and speed. None or empty: no verb filled it.
 
     `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
-    separate section. `coverage`: the result after calibration, and every parameter. `errors`: one profile for
-    `sync` and one without. `parity`: one comparison for each runtime and reference. `audits`: one for each
-    runtime and number of threads. The last two are of `file`.
+    separate section. `graph`: all layers and what each reads. `coverage`: the result after calibration, and every
+    parameter. `errors`: one profile for `sync` and one without. `parity`: one comparison for each runtime and
+    reference. `audits`: one for each runtime and number of threads. The last two are of `file`.
     """
 
     model: ModelFacts | None = None
     config: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
+    graph: tuple[GraphLayer, ...] = ()
     coverage: Coverage | None = None
     calibration: CalibrationFacts | None = None
     output: OutputError | None = None

@@ -25,7 +25,7 @@ def quantized(seed: int = 0, config: str = "onnxruntime") -> QuantModel:
 def test_what_a_model_is_made_of() -> None:
     qmodel = quantized()
     made = sparsebit.record(qmodel, name="two layers")
-    assert made.sections == ("model", "config", "plan", "coverage")
+    assert made.sections == ("model", "config", "plan", "graph", "coverage")
     assert made.model is not None and made.model.name == "two layers" and made.model.module_type == "TwoLayers"
     assert made.coverage == qmodel.coverage and made.config == qmodel.config.to_dict() and not made.runs
     again = RunRecord.from_json(made.to_json())
@@ -41,7 +41,7 @@ def test_a_run_is_measured() -> None:
     made = sparsebit.record(qmodel, errors, None, run=run, warnings=("few samples",))
     (kept,) = made.runs
     assert list(kept.phases) == ["capture", "calibration", "profile"] and kept.made == ("model",)
-    assert kept.sections == made.sections == ("model", "config", "plan", "coverage", "calibration", "errors")
+    assert kept.sections == made.sections == ("model", "config", "plan", "graph", "coverage", "calibration", "errors")
     assert kept.environment.torch.startswith(torch.__version__.partition("+")[0]) and kept.environment.cpu
     assert kept.environment.sparsebit == sparsebit.__version__ and kept.warnings == ("few samples",)
     assert made.calibration is not None and made.calibration.num_samples == 16 and not made.calibration.asym

@@ -13,6 +13,8 @@ from sparsebit.cli.verb_options import AuditOptions
 from sparsebit.deploy.audit.audit_file import audit as run_audit
 from sparsebit.quantization.recording import file_record
 from sparsebit.records.audit import Audit, LayerRun
+from sparsebit.report.read_record import run_of_record
+from sparsebit.report.writing import checked_page_path, write_page
 
 _NAMES_SHOWN = 3
 
@@ -22,17 +24,24 @@ def audit(asked: AuditOptions, out: Output, recorded: Recording) -> None:
     file, runtime, threads = asked.file, asked.runtime, asked.threads
     out.remark(f"auditing {file} in {runtime}, {threads} thread{'s' if threads > 1 else ''}")
     recorded.expect_file(file)
+    if asked.html is not None:
+        checked_page_path(asked.html)
     shapes = {one.name: one.sizes for one in asked.shape or ()}
     found = run_audit(
         file, against=asked.against, runtime=runtime, shapes=shapes, num_threads=threads, repeats=asked.repeats
     )
     for warning in found.warnings:
         out.warn(warning)
+    made = file_record(file, found, run=recorded.run, warnings=recorded.warnings)
     if recorded:
-        recorded.write(file_record(file, found, run=recorded.run, warnings=recorded.warnings))
+        recorded.write(made)
+    if asked.html is not None:
+        write_page(asked.html, [run_of_record(made, file.name)])
     record = found.to_dict()
     record.pop("warnings")  # the output adds its own list, which holds them
     out.result({**record, **recorded.values()}, found.verdict, details=_tables(found))
+    if asked.html is not None:
+        out.remark(f"page: {asked.html}")
     out.next_steps(f"sparsebit check {file} -d SOURCE   # does the runtime compute what the file says?")
 
 

@@ -18,7 +18,9 @@ from typing import Any
 from sparsebit.deploy.audit import onnxruntime_graph as audit_onnxruntime
 from sparsebit.deploy.audit import openvino_graph as audit_openvino
 from sparsebit.deploy.audit.fusion_reasons import reason_for
+from sparsebit.deploy.audit.layer_facts import LayerFacts
 from sparsebit.deploy.audit.onnxruntime_graph import Execution
+from sparsebit.deploy.audit.region_times import region_times
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, kind, label
@@ -34,6 +36,8 @@ from sparsebit.records.audit import Audit, Latency, LayerRun
 from sparsebit.records.phases import phase
 
 _NUM_NAMES = 3
+# Of the time for whole calls, what the times of single layers take; and how many rounds of them.
+_LAYERS_SHARE, _FEWEST_ROUNDS, _MOST_ROUNDS = 0.15, 3, 20
 _KEEP_FLOAT = (
     "what the file keeps in float is not computed in float; export_onnx of this release keeps it so, or open the "
     "session with session.disable_quant_qdq=1, which runs everything in float"
@@ -90,13 +94,14 @@ def audit(
 
 
 def _layers(graph: Graph, execution: Execution, runtime: str) -> tuple[LayerRun, ...]:
-    runs = []
+    runs, facts = [], LayerFacts(graph)
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
         kernel, site = execution.kernels[label(node)], FusionSite(graph, node)
         run = LayerRun(
             *(label(node), node.op_type, kind(node.op_type), is_heavy(node.op_type), kernel.arithmetic, kernel.op),
             rounds_weight=kernel.rounds_weight,
             meant_float=site.is_meant_float,
+            **facts.of(node),
         )
         if kernel.arithmetic == "unknown":
             run = replace(run, cause="it was not found in the runtime's graph")
@@ -119,11 +124,13 @@ def _compared(
     try:
         with _float_file(model, against) as (path, num_bytes):
             other = open_session(path, found.runtime, num_threads=found.num_threads)
+            latency = _latency(session, other, arrays, repeats, budget_s)
+            if set(other.inputs) == set(session.inputs):
+                found = replace(found, layers=_timed(found, model, path, arrays, latency, budget_s))
     except DeploymentError as error:
         if against is not None:
             raise
         return replace(found, warnings=(*found.warnings, f"not compared with float: {error}"))
-    latency = _latency(session, other, arrays, repeats, budget_s)
     source = "twin" if against is None else str(against)
     return replace(found, latency=latency, float_source=source, float_bytes=num_bytes)
 
@@ -139,6 +146,23 @@ def _latency(
     plain = {theirs: arrays[ours].astype(other.input_types[theirs], copy=False) for theirs, ours in pairs}
     runs = {"float": lambda: other.run(plain), "quantized": lambda: session.run(quantized)}
     return interleaved(runs, budget_s=budget_s, num_rounds=repeats)
+
+
+def _timed(
+    found: Audit, model: Any, float_file: Path, arrays: dict[str, Any], latency: dict[str, Latency], budget_s: float
+) -> tuple[LayerRun, ...]:
+    """The layers with their times in both files, by the runtime's own clock, in a part of the time for whole calls."""
+    if model.ByteSize() > TWO_GIGABYTES:
+        return found.layers
+    one_round_s = sum(timed.wall_ms for timed in latency.values()) / 1e3
+    rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, round(_LAYERS_SHARE * budget_s / max(one_round_s, 1e-6))))
+    files = {"quantized": model.SerializeToString(), "float": float_file}
+    how: dict[str, Any] = {"num_threads": found.num_threads, "num_rounds": rounds, "feeds": arrays}
+    times = {name: one.by_layer() for name, one in region_times(files, runtime=found.runtime, **how).items()}
+    return tuple(
+        replace(layer, ms=times["quantized"].get(layer.name), float_ms=times["float"].get(layer.name))
+        for layer in found.layers
+    )
 
 
 @contextlib.contextmanager

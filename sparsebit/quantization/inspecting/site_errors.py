@@ -26,6 +26,8 @@ class SiteErrors:
     def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
         self.quantizer = quantizer
         self.histogram = GrowingHistogram() if histogram else None
+        self.quantized = GrowingHistogram() if histogram else None
+        self.peaks: Tensor | None = None  # the largest absolute value of each channel
         self.count = self.num_clipped = 0
         self.noise = self.signal = 0.0
         self.low, self.high = math.inf, -math.inf
@@ -46,8 +48,10 @@ class SiteErrors:
         if finite.numel():
             self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
         self.num_clipped += self._num_clipped(values)
-        if self.histogram is not None:
+        self._add_peaks(values)
+        if self.histogram is not None and self.quantized is not None:
             self.histogram.add(_sampled(finite))
+            self.quantized.add(_sampled(quantized[torch.isfinite(quantized)]))
 
     def result(self) -> SiteError:
         quantizer = self.quantizer
@@ -65,7 +69,21 @@ class SiteErrors:
             clip_high=float(high.max()),
             clipped=self.num_clipped / self.count,
             histogram=None if self.histogram is None else self.histogram.result(),
+            quantized=None if self.quantized is None else self.quantized.result(),
+            scales=_in_short(quantizer.qparams()[0].detach().abs()),
+            peaks=() if self.peaks is None else _in_short(self.peaks),
         )
+
+    def _add_peaks(self, values: Tensor) -> None:
+        """Channels are axis 0 of weights, axis 1 of images and the last axis of other activations."""
+        if values.dim() < 2:
+            return
+        axis = 0 if self.quantizer.target == "weight" else 1 if values.dim() >= 4 else values.dim() - 1
+        found = values.abs().movedim(axis, 0).flatten(1).amax(1).nan_to_num()
+        if self.peaks is not None:
+            # Calls of one site with different numbers of channels have no common channels.
+            found = torch.maximum(self.peaks, found) if self.peaks.shape == found.shape else found[:0]
+        self.peaks = found
 
     def _num_clipped(self, values: Tensor) -> int:
         """Values that rounding alone would not change so much: outside of the range by more than half a step."""
@@ -74,6 +92,14 @@ class SiteErrors:
         margin = (high - low) / (spec.qmax - spec.qmin) / 2 if spec.format == "integer" else torch.zeros_like(low)
         low, high = (broadcast_to(end, values.shape, spec.granularity) for end in (low - margin, high + margin))
         return int(((values < low) | (values > high)).sum())
+
+
+def _in_short(values: Tensor) -> tuple[float, ...]:
+    """The values in ascending order; of more than `MOST_BINS`, evenly spaced ones with both ends."""
+    ordered = values.float().flatten().sort().values
+    if len(ordered) > MOST_BINS:
+        ordered = ordered[torch.linspace(0, len(ordered) - 1, MOST_BINS).round().long()]
+    return tuple(ordered.tolist())
 
 
 class GrowingHistogram:

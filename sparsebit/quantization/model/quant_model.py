@@ -22,6 +22,7 @@ from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.graph.nodes.example import GuardError
+from sparsebit.quantization import reporting
 from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
@@ -273,6 +274,8 @@ class QuantModel(SimulatedModel):
     profile = error_profiler.profile
     accuracy_gains = accuracy_gains.accuracy_gains
     dump_mermaid = mermaid.dump_mermaid
+    report = reporting.report
+    _repr_html_ = reporting.in_notebook
 
     export_onnx = export.export_onnx
     check_onnx = export_checks.check_onnx

@@ -115,3 +115,34 @@ def test_the_sample_sees_every_channel(shape: tuple[int, ...]) -> None:
         assert found.unique().numel() == shape[-1]
     if channels.numel() <= SAMPLE:
         assert torch.equal(found, channels.reshape(-1))
+
+
+def test_quantized_values_scales_and_peaks_of_channels() -> None:
+    x = torch.tensor([[-1.0, 0.5, 0.25], [-100.0, 50.0, 100.0]])
+    spec = TensorSpec(8, True, PerChannel(0))
+    made = quantizer(torch.tensor([-1.0, -100.0]), torch.tensor([1.0, 100.0]), spec)
+    errors = SiteErrors(made, histogram=True)
+    for scaled in (x, 2 * x):
+        errors.add(scaled)
+    found = errors.result()
+    assert found.quantized is not None and sum(found.quantized.counts) == 12
+    assert found.quantized.high <= 130  # clipped, unlike the float values
+    assert found.scales == pytest.approx(sorted(found.scales)) and len(found.scales) == 2
+    assert found.peaks == (100.0, 200.0, 200.0)  # of the columns: the last axis of an activation
+
+
+def test_channels_of_weights_and_of_images() -> None:
+    images = torch.zeros(2, 3, 4, 4)
+    images[:, 1], images[:, 2] = 1.0, -2.0
+    one = SiteErrors(quantizer(torch.tensor(-2.0), torch.tensor(2.0)), histogram=False)
+    one.add(images)
+    assert one.result().peaks == (0.0, 1.0, 2.0)
+    one.add(images[:, :2])  # another number of channels: none are common
+    assert one.result().peaks == ()
+
+
+def test_many_channels_in_short() -> None:
+    errors = SiteErrors(quantizer(torch.tensor(-1.0), torch.tensor(1.0)), histogram=False)
+    errors.add(torch.arange(1000.0)[None])
+    peaks = errors.result().peaks
+    assert len(peaks) == 64 and (peaks[0], peaks[-1]) == (0.0, 999.0) and list(peaks) == sorted(peaks)

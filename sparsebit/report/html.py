@@ -1,0 +1,68 @@
+"""A `Page` as one HTML file that loads nothing: style, script and data are in it, and its policy allows only these.
+
+Names of layers and other texts of records reach the page only as JSON in a block that is not executed; the script
+writes them as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from html import escape
+from importlib import resources
+
+from sparsebit.report.page_data import Page, plain
+
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="sparsebit {version}">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="page"><noscript><p>This page is drawn by its own script; allow it, or use sparsebit report --text.</p></noscript></main>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""  # noqa: E501
+
+
+def page_html(page: Page) -> str:
+    """The whole file."""
+    style, script = _asset("page.css"), _asset("page.js")
+    hashes = f"style-src '{_sha256(style)}'; script-src '{_sha256(script)}'"
+    policy = f"default-src 'none'; {hashes}; img-src data:; base-uri 'none'; form-action 'none'"
+    return _TEMPLATE.format(
+        policy=policy,
+        version=escape(page.version),
+        title=escape(page.title.encode("utf-8", "replace").decode()),
+        style=style,
+        data=_as_data(page),
+        script=script,
+    )
+
+
+def _as_data(page: Page) -> str:
+    """JSON that cannot end its block: no `<`, `>` and `&`."""
+    text = json.dumps(plain(page), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+@cache
+def _asset(name: str) -> str:
+    text = (resources.files("sparsebit.report") / "assets" / name).read_text(encoding="utf-8")
+    return f"\n{text}"
+
+
+def _sha256(text: str) -> str:
+    """How a policy names an inline block."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
