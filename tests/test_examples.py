@@ -100,6 +100,17 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
 
 
 @pytest.mark.slow
+def test_compress(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for package in ("numpy", "scipy", *ONNX):
+        pytest.importorskip(package)
+    data, folder = request.getfixturevalue("shared_data"), tmp_path / "run"
+    words = f"--limit 256 --max-loss 5 --minutes 1 --folder {folder} --data {data} --json"
+    told, shown = run("examples/compress_cifar10.py", *words.split())
+    record = json.loads(told)
+    assert record["met"] and Path(record["file"]).is_file() and "01-w8" in shown and "sparsebit report" in shown
+
+
+@pytest.mark.slow
 def test_language_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for package in ("compressed_tensors", "peft"):
         pytest.importorskip(package)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs.calibrated_model import load_subject
@@ -17,7 +16,8 @@ from sparsebit.cli.verb_options import CompressOptions
 from sparsebit.compress import Result
 from sparsebit.compress import compress as search
 from sparsebit.compress.conclusion import TRAINING
-from sparsebit.compress.outcome import CONFIG, PLACEMENT, SPARSITY
+from sparsebit.compress.outcome import CONFIG, PLACEMENT
+from sparsebit.compress.trial import SMALL
 from sparsebit.records.json_form import to_plain
 from sparsebit.records.ladder import Ladder, LadderStep
 
@@ -133,17 +133,17 @@ def _facts(result: Result) -> dict[str, str]:
 
 
 def _next_steps(asked: CompressOptions, result: Result) -> list[str]:
-    """The commands that make the file again without a search, or train the nearest candidate."""
+    """The commands that show the run, make the file again without a search, or train the nearest candidate."""
     if not result.ladder.best:
         return []
     folder, net = asked.output, asked.net
-    step, steps = result.ladder.step(result.ladder.best), []
+    step = result.ladder.step(result.ladder.best)
     data = " ".join(filter(None, [f"-d {asked.data}", retyped(asked.how)]))
     words = retyped(net)
-    if step.recipe.get("sparsity"):
-        steps.append(f"sparsebit prune {words} {data} -c {folder / SPARSITY} -o small/")
-        words = retyped(replace(net, weights=Path("small")))
+    if step.recipe["sparsity"]:
+        words = retyped(replace(net, weights=folder / SMALL))
     placed = f" --placement {folder / PLACEMENT}" if (folder / PLACEMENT).exists() else ""
     half = "" if asked.scored.test_data else "   # calibrates on all of the data, the search on half of it"
-    steps.append(f"sparsebit quantize {words} {data} -c {folder / CONFIG}{placed} -o FILE.onnx{half}")
-    return [*steps, *([] if result.met else [f"python {folder / TRAINING}   # trains the nearest candidate"])]
+    again = f"sparsebit quantize {words} {data} -c {folder / CONFIG}{placed} -o FILE.onnx{half}"
+    page = f"sparsebit report {folder}   # a page about the run"
+    return [page, again, *([] if result.met else [f"python {folder / TRAINING}   # trains the nearest candidate"])]
