@@ -89,9 +89,9 @@ def row(task: str, tool: str, folder: Path, minutes: float) -> dict[str, Any]:
     from compress_cases import CASES
     from compress_tools import MAX_LOSS, TOOLS, measured
 
-    from sparsebit.compress.bench import example_of
-    from sparsebit.compress.judging import judge_of
-    from sparsebit.compress.runtime_model import RuntimeModel
+    from sparsebit.compress.judging.judges import judge_of
+    from sparsebit.compress.judging.runtime_model import RuntimeModel
+    from sparsebit.compress.networks.bench import example_of
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     case = CASES[task]()
@@ -111,8 +111,8 @@ def timed(task: str, files: dict[str, str]) -> dict[str, float]:
     from compress_cases import CASES
     from compress_tools import write_float
 
-    from sparsebit.compress.bench import example_of, stopwatch_for
-    from sparsebit.compress.goal import read_goal
+    from sparsebit.compress.climbing.goal import read_goal
+    from sparsebit.compress.networks.bench import example_of, stopwatch_for
 
     case = CASES[task]()
     example = example_of(case.model, case.calibration)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from compress_cases import Case
 
-from sparsebit.compress.bench import example_of
-from sparsebit.compress.metrics import Metric, PerSample, WholeSet, inputs_of, read_metric
-from sparsebit.compress.runtime_model import RuntimeModel
+from sparsebit.compress.judging.metrics import Metric, PerSample, WholeSet, inputs_of, read_metric
+from sparsebit.compress.judging.runtime_model import RuntimeModel
+from sparsebit.compress.networks.bench import example_of
 
 MAX_LOSS, BYTES = 0.5, 0.12  # points; share of the float file
 
@@ -156,7 +156,7 @@ TOOLS: dict[str, Tool] = {
 
 def write_float(case: Case, file: Path) -> None:
     """The float file that the peers start from, with a free batch size, and free lengths of sentences."""
-    from sparsebit.compress.bench import write_float as write
+    from sparsebit.compress.networks.bench import write_float as write
 
     write(case.model, example_of(case.model, case.calibration), file)
 

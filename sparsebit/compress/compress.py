@@ -13,21 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.compress.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
-from sparsebit.compress.goal import Amount, Budget, read_goal
-from sparsebit.compress.judging import judge_of
-from sparsebit.compress.metrics import Metric, has_own_data, inputs_of, read_metric
-from sparsebit.compress.outcome import Result, write_outcome
-from sparsebit.compress.run_folder import RunFolder
-from sparsebit.compress.rungs import RUNGS, Rung
-from sparsebit.compress.samples import Samples, split
-from sparsebit.compress.search import Search
+from sparsebit.compress.climbing.goal import Amount, Budget, read_goal
+from sparsebit.compress.climbing.run_folder import RunFolder
+from sparsebit.compress.climbing.rung import LADDERS, Rung
+from sparsebit.compress.climbing.search import Search
+from sparsebit.compress.judging.judges import judge_of
+from sparsebit.compress.judging.metrics import Metric, has_own_data, inputs_of, read_metric
+from sparsebit.compress.judging.samples import Samples, split
+from sparsebit.compress.networks.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
+from sparsebit.compress.networks.outcome import Result, write_outcome
+from sparsebit.compress.networks.study import Study
+from sparsebit.compress.networks.trial import NetworkTrials
 from sparsebit.deploy.sessions.environment import environment
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
 from sparsebit.tensor_files import digest
 
+_RUNGS = LADDERS["networks"]
 log = logging.getLogger(__name__)
 
 
@@ -51,8 +54,8 @@ def compress(
     `data`: batches as for `quantize`. Without `validation`, its first half calibrates and the rest judges. `target`: a
     backend. `folder`: keeps everything; the same call with the same folder continues a run that was stopped.
 
-    `metric`: a score, higher is better; see `sparsebit.compress.metrics` for its forms. None: the agreement with the
-    float model, without labels. `max_loss`: in the unit of the metric, percent points for shares; 1 if no budget is
+    `metric`: a score, higher is better; its forms are in `sparsebit.compress.judging.metrics`. None: the agreement with
+    the float model, without labels. `max_loss`: in the unit of the metric, percent points for shares; 1 if no budget is
     given either. `budget`: limits on `latency`, `bytes`, `macs`: up to 1 a share of the float file's, else
     milliseconds, bytes, multiplications. `prefer`: what is made small without a budget; `latency` by default.
     `rungs`: the names of those to climb, default all. `show`: called with the ladder after every step.
@@ -112,7 +115,8 @@ def _run(
     judge = judge_of(metric, model, samples.selection, samples.final)
     bench = Bench(model, goal, samples.calibration, example, judge, stopwatch, float_file, cost)
     if not ladder.finished:
-        search = Search(bench, rungs, run, ladder.replace(float_cost=cost), show)
+        study = Study(bench, run.path)
+        search = Search(NetworkTrials(bench), study, rungs, run, ladder.replace(float_cost=cost), show)
         ladder = write_outcome(bench, run, search.run())
         show(ladder)
     return Result(ladder, run.path, bench)
@@ -120,9 +124,9 @@ def _run(
 
 def _chosen(names: Sequence[str] | None) -> list[Rung]:
     """The rungs in their order."""
-    every = [RUNGS.get(name) for name in (RUNGS.names() if names is None else names)]
+    every = [_RUNGS.get(name) for name in (_RUNGS.names() if names is None else names)]
     if not every:
-        raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(RUNGS.names())}")
+        raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(LADDERS['networks'].names())}")
     return sorted(every, key=lambda rung: rung.order)
 
 

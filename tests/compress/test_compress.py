@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 
 import sparsebit
 from sparsebit.compress import Candidate, Known, Result, compress, register_rung
-from sparsebit.compress.rungs import RUNGS
+from sparsebit.compress.climbing.rung import LADDERS
 from sparsebit.errors import ConfigError
 from sparsebit.records import read_record
 from tests.compress.nets import Patterns, batches, trained
@@ -104,13 +104,13 @@ def test_a_failing_candidate_is_a_step_with_its_fault(tmp_path: Path) -> None:
 
     @register_rung("broken", order=5)
     def broken(known: Known) -> Candidate:
-        recipe = known.study.bench.model and RUNGS.get("eight bits").propose(known).recipe  # type: ignore[union-attr]
+        recipe = known.study.bench.model and LADDERS["networks"].get("eight bits").propose(known).recipe  # type: ignore[union-attr]
         return Candidate("broken", "a test", recipe.replace(placement="/no/such/file.json"))
 
     try:
         found = run(tmp_path / "run", rungs=("broken",), target="virtual")
     finally:
-        RUNGS._entries.pop("broken")
+        LADDERS["networks"]._entries.pop("broken")
     assert not found.met and found.file is None and found.model is None
     assert found.steps[0].verdict == "failed" and "/no/such/file.json" in found.steps[0].fault
     assert "no candidate was made" in found.reason
@@ -118,16 +118,16 @@ def test_a_failing_candidate_is_a_step_with_its_fault(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from sparsebit.compress import search
+from sparsebit.compress.networks.trial import NetworkTrials
 from tests.compress.test_compress import run
 from pathlib import Path
-trial = search.try_candidate
-def killed(bench, candidate, step, folder, rejects):
-    found = trial(bench, candidate, step, folder, rejects)
+trial = NetworkTrials.made
+def killed(trials, recipe, step, folder, rejects):
+    found = trial(trials, recipe, step, folder, rejects)
     if step.name.startswith("02"):
         os.kill(os.getpid(), signal.SIGKILL)  # the files of the step are there, the ladder does not have it
     return found
-search.try_candidate = killed
+NetworkTrials.made = killed
 run(Path(sys.argv[1]), rungs=("eight bits", "four bits"), prefer="bytes")
 """
 

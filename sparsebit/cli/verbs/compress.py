@@ -15,9 +15,9 @@ from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import CompressOptions
 from sparsebit.compress import Result
 from sparsebit.compress import compress as search
-from sparsebit.compress.conclusion import TRAINING
-from sparsebit.compress.outcome import CONFIG, PLACEMENT
-from sparsebit.compress.trial import SMALL
+from sparsebit.compress.climbing.conclusion import TRAINING
+from sparsebit.compress.networks.outcome import CONFIG, PLACEMENT
+from sparsebit.compress.networks.trial import SMALL
 from sparsebit.records.json_form import to_plain
 from sparsebit.records.ladder import Ladder, LadderStep
 

@@ -114,7 +114,9 @@ def read_metric(given: Any, outputs: Any, batch: Any) -> Metric:
         if given.lower() in ("top1", "top-1", "accuracy"):
             is_right(outputs, batch, None)  # raises for labels that are missing
             return TOP1
-        raise ConfigError(f"metric={given!r}: allowed: top1, agreement, or a function; see sparsebit.compress.metrics")
+        raise ConfigError(
+            f"metric={given!r}: allowed: top1, agreement, or a function; see sparsebit.compress.judging.metrics"
+        )
     if not callable(given):
         raise ConfigError(f"metric of type {type(given).__name__}: allowed: top1, agreement, or a function")
     name = getattr(given, "__name__", type(given).__name__)

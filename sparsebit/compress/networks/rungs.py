@@ -1,55 +1,25 @@
-"""The rungs of the ladder: each proposes the next candidate from what is known, or None if it has nothing to add.
+"""The rungs of networks: each proposes the next candidate from what is known, or None if it has nothing to add.
 
 What is cheap and likely comes first. A search asks every rung in order, again and again, until none proposes anything
-new. `register_rung` adds one:
-
->>> @register_rung("my rung", order=45)
-... def my_rung(known: Known) -> Candidate | None:
-...     return None if known.kept else Candidate("mine", "nothing keeps the loss", Recipe(...))
+new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from sparsebit.compress.known import Known
-from sparsebit.compress.recipe import Recipe
-from sparsebit.compress.trial import Candidate
+from sparsebit.compress.climbing.known import Candidate, Known
+from sparsebit.compress.climbing.rung import register_rung
+from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.config.schema import QuantConfig
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.quantization.effort import with_effort
 from sparsebit.quantization.quant_config import as_qconfig
-from sparsebit.records.ladder import LadderStep
-from sparsebit.registry import Registry
+from sparsebit.records.ladder import Cost, LadderStep
 from sparsebit.sparse.sparse_config import parse_sconfig
 
-Propose = Callable[[Known], Candidate | None]
-
-
-@dataclass(frozen=True)
-class Rung:
-    """`propose` with its place in the ladder: a smaller `order` is asked first."""
-
-    name: str
-    order: int
-    propose: Propose
-
-
-RUNGS: Registry[Rung] = Registry("rung")
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
 _FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
-
-
-def register_rung(name: str, *, order: int, replace: bool = False) -> Callable[[Propose], Propose]:
-    """A decorator that adds a rung; those of Sparsebit have the orders 10, 20, ..., 100."""
-
-    def add(propose: Propose) -> Propose:
-        RUNGS.register(name, replace=replace)(Rung(name, order, propose))
-        return propose
-
-    return add
 
 
 @register_rung("eight bits", order=10)
@@ -138,13 +108,13 @@ def four_bits(known: Known) -> Candidate | None:
     done = known.of("four bits")
     if not done:
         why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
-        return Candidate("w4-gptq", why, Recipe(with_effort(known.low_bit_config, "good")))
+        return Candidate("w4-gptq", why, Recipe(with_effort(known.study.low_bit_config, "good")))
     first = done[0]
     is_enough = first.verdict == "within" and known.goal.prefer != "loss"
     if len(done) > 1 or first.selection is None or is_enough:  # reconstruction changes the loss, not the size
         return None
     why = f"{first.name} {_loss(first)}; reconstruction trains the rounding block by block"
-    return Candidate("w4-best", why, Recipe(with_effort(known.low_bit_config, "best")))
+    return Candidate("w4-best", why, Recipe(with_effort(known.study.low_bit_config, "best")))
 
 
 @register_rung("mixed bits", order=70)
@@ -172,7 +142,7 @@ def mixed_bits(known: Known) -> Candidate | None:
         share = (low + high) / 2
     if not low < share < high:
         return None
-    config = known.study.bits_under(with_effort(known.low_bit_config, "good"), _packed(share, four), (4, 8))
+    config = known.study.bits_under(with_effort(known.study.low_bit_config, "good"), _packed(share, four), (4, 8))
     why = f"{four.name} {_loss(four)}; layers that lose most get 8 bits, at {share:.3f} of the float bytes"
     return Candidate(f"mixed-{share:.3f}", why, Recipe(config))
 
@@ -195,7 +165,7 @@ def channels_and_bits(known: Known) -> Candidate | None:
         share = share + (limit - last.cost.bytes_ratio) * (len(tried) + 0.1)
     elif limit > four.cost.bytes_ratio * 1.5:
         return None
-    found = known.study.channels_and_bits(known.low_bit_config, max(share, 0.01), (4, 8))
+    found = known.study.channels_and_bits(known.study.low_bit_config, max(share, 0.01), (4, 8))
     config = with_effort(found.qconfig, "good")
     why = f"the budget of {limit:.3f} of the bytes, against {four.cost.bytes_ratio:.3f} with 4 bits: channels go too"
     return Candidate(f"joint-{share:.3f}", why, Recipe(config, sconfig=found.sconfig))
@@ -275,7 +245,7 @@ def _limit(known: Known, name: str) -> float:
     limit = known.goal.budget[name]
     if limit <= 1:
         return limit
-    cost = known.study.bench.float_cost
+    cost: Cost = known.study.bench.float_cost
     whole = {"bytes": cost.num_bytes, "macs": cost.macs, "latency": cost.milliseconds or 1.0}[name]
     return limit / whole
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsebit.compress.goal import pareto, rank, read_amount, read_goal, used
+from sparsebit.compress.climbing.goal import pareto, rank, read_amount, read_goal, used
 from sparsebit.errors import ConfigError
 from sparsebit.records.ladder import Cost, Judgement, LadderStep
 

@@ -7,11 +7,11 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsebit.compress.bench import Bench
-from sparsebit.compress.conclusion import TRAINING
-from sparsebit.compress.run_folder import RunFolder
-from sparsebit.compress.training_script import training_script
-from sparsebit.compress.trial import FILE, MODEL, RECORD, SMALL, load
+from sparsebit.compress.climbing.conclusion import TRAINING
+from sparsebit.compress.climbing.run_folder import RunFolder
+from sparsebit.compress.networks.bench import Bench
+from sparsebit.compress.networks.training_script import training_script
+from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, load
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.folders import replace_text
 from sparsebit.quantization.model.quant_model import QuantModel

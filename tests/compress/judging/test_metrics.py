@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.compress.metrics import (
+from sparsebit.compress.judging.metrics import (
     COSINE,
     NOISE,
     SAME_TOP1,

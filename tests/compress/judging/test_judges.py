@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.compress.judging import FIRST_LOOK, judge_of, paired
-from sparsebit.compress.metrics import TOP1, OfModel, WholeSet
+from sparsebit.compress.judging.judges import FIRST_LOOK, judge_of, paired
+from sparsebit.compress.judging.metrics import TOP1, OfModel, WholeSet
 from sparsebit.errors import CalibrationError, ConfigError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.compress.metrics import inputs_of
-from sparsebit.compress.samples import pieces_of
+from sparsebit.compress.judging.metrics import inputs_of
+from sparsebit.compress.judging.samples import pieces_of
 from sparsebit.execution.image_views import image_view, is_images
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import track

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from sparsebit.compress.bench import Bench
-from sparsebit.compress.conclusion import reason_for
-from sparsebit.compress.goal import pareto, rank
-from sparsebit.compress.known import Known, Study
-from sparsebit.compress.run_folder import RunFolder
-from sparsebit.compress.rungs import Rung
-from sparsebit.compress.trial import FILE, Candidate, load, try_candidate
+from sparsebit.compress.climbing.conclusion import reason_for
+from sparsebit.compress.climbing.goal import pareto, rank
+from sparsebit.compress.climbing.known import AnyStudy, Candidate, Known
+from sparsebit.compress.climbing.run_folder import RunFolder
+from sparsebit.compress.climbing.rung import Rung
+from sparsebit.deploy.audit.file_latency import Timed
 from sparsebit.errors import BudgetError
 from sparsebit.progress import OutOfTime, time_limit
-from sparsebit.records.ladder import Ladder, LadderStep
+from sparsebit.records.ladder import Judgement, Ladder, LadderStep
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,27 @@ _MOST_FINALS = 3  # candidates that are judged on the final samples
 _NEAR = 1.05  # candidates this near to the fastest are timed again, in turns
 
 
+class Trials(Protocol):
+    """What the search needs of the kind of model: `networks/trial.py`, `language/trial.py`."""
+
+    def made(self, recipe: Any, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
+        """The candidate, its files in `folder`, measured and judged."""
+
+    def concluded(self, step: LadderStep, folder: Path) -> Judgement:
+        """The judgement on samples that selection never saw."""
+
+    def times(self, folders: Mapping[str, Path]) -> Mapping[str, Timed]:
+        """The time of each candidate over the float file's, in turns; empty if time is not measured."""
+
+
 class Search:
     """`ladder`: empty, or of a search that was stopped. `show` is called after every step."""
 
-    def __init__(self, bench: Bench, rungs: Sequence[Rung], folder: RunFolder, ladder: Ladder, show: Show) -> None:
-        self.bench, self.rungs, self.folder, self.ladder, self.show = bench, rungs, folder, ladder, show
-        self.study = Study(bench, folder.path)
+    def __init__(
+        self, trials: Trials, study: AnyStudy, rungs: Sequence[Rung], folder: RunFolder, ladder: Ladder, show: Show
+    ) -> None:
+        self.trials, self.study, self.rungs = trials, study, rungs
+        self.folder, self.ladder, self.show = folder, ladder, show
         self.began = time.monotonic() - ladder.seconds
         self.given_up: set[str] = set()  # rungs that raised: they would raise again
 
@@ -108,15 +124,16 @@ class Search:
         rejects = best.selection.loss if best is not None and best.selection is not None else None
         log.info("%s: %s", name, candidate.why)
         limit = rejects if self.ladder.goal.prefer == "loss" else None
-        began, tried = time.monotonic(), step
+        began = time.monotonic()
         try:
-            tried = try_candidate(self.bench, candidate, step, folder, limit)
+            tried = self.trials.made(candidate.recipe, step, folder, limit)
         except OutOfTime:
-            tried = replace(step, seconds=time.monotonic() - began)
+            self._add(replace(step, seconds=time.monotonic() - began))
             raise
-        finally:
-            if tried.seconds:
-                self._add(tried)
+        except Exception as fault:  # a candidate that cannot be made is a result; the search goes on
+            log.info("%s failed", name, exc_info=True)
+            tried = replace(step, verdict="failed", fault=f"{type(fault).__name__}: {fault}")
+        self._add(replace(tried, seconds=time.monotonic() - began))
 
     def _add(self, step: LadderStep) -> None:
         steps = (*self.ladder.steps, step)
@@ -162,9 +179,9 @@ class Search:
         near = [step for step in kept if step.cost and (step.cost.latency or 0) <= _NEAR * fastest]
         if len(near) < 2:
             return
-        files = {step.name: self.folder.path / step.folder / FILE for step in near}
-        for name, timed in self.bench.times(files).items():
-            if name in files:
+        folders = {step.name: self.folder.path / step.folder for step in near}
+        for name, timed in self.trials.times(folders).items():
+            if name in folders:
                 step = self.ladder.step(name)
                 assert step.cost is not None
                 self._replace(replace(step, cost=replace(step.cost, latency=timed.ratio, milliseconds=timed.ms)))
@@ -172,10 +189,7 @@ class Search:
     def _finally_judged(self, step: LadderStep) -> LadderStep:
         if step.final is not None:
             return step
-        folder = self.folder.path / step.folder
-        qmodel = load(self.bench, step, folder)[1]
-        judged = self.bench.judge.conclude(self.bench.runner(folder / FILE, qmodel), self.ladder.goal.max_loss)
-        found = replace(step, final=judged)
+        found = replace(step, final=self.trials.concluded(step, self.folder.path / step.folder))
         self._replace(found)
         return found
 

@@ -6,19 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sparsebit.compress import search as module
-from sparsebit.compress.goal import read_goal
-from sparsebit.compress.known import Known
-from sparsebit.compress.recipe import Recipe
-from sparsebit.compress.run_folder import RunFolder
-from sparsebit.compress.rungs import Rung
-from sparsebit.compress.search import Search
-from sparsebit.compress.trial import Candidate
+from sparsebit.compress.climbing.goal import read_goal
+from sparsebit.compress.climbing.known import Candidate, Known
+from sparsebit.compress.climbing.run_folder import RunFolder
+from sparsebit.compress.climbing.rung import Rung
+from sparsebit.compress.climbing.search import Search
+from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.errors import BudgetError
 from sparsebit.progress import track
 from sparsebit.quantization import parse_qconfig
@@ -54,39 +51,46 @@ def rung(name: str, *bits: int, order: int = 10, propose: Callable[[Known], Any]
 
 
 class Trials:
-    """Takes the place of `try_candidate`: `outcomes` by the candidate's name are (loss, latency), or what to raise."""
+    """Candidates that cost nothing: `outcomes` by the candidate's name are (loss, latency), or what to raise."""
 
     def __init__(self, **outcomes: Any) -> None:
-        self.outcomes, self.tried = outcomes, list[str]()
+        self.outcomes, self.tried, self.finals = outcomes, list[str](), dict[str, float]()
+        self.limit: float | None = None
 
-    def __call__(self, bench: Any, candidate: Candidate, step: LadderStep, folder: Path, rejects: Any) -> LadderStep:
-        self.tried.append(candidate.name)
-        found = self.outcomes[candidate.name]
+    def made(self, recipe: Any, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
+        name = step.name.split("-", 1)[1]
+        self.tried.append(name)
+        found = self.outcomes[name]
         if callable(found):
             found = found()
         if isinstance(found, BaseException):
             raise found
         loss, latency = found
-        limit = bench.goal.max_loss
+        limit = self.limit
         verdict: Any = "within" if limit is None or loss <= limit else "too much loss"
         cost = Cost(100, 0.3, 10, 1.0, 2 * latency, latency)
         return replace(step, verdict=verdict, seconds=0.01, cost=cost, selection=judged(loss))
+
+    def concluded(self, step: LadderStep, folder: Path) -> Judgement:
+        return judged(self.finals.get(step.name, 0.0))
+
+    def times(self, folders: Any) -> dict[str, Any]:
+        return {}
+
+
+class Study:
+    def recipe(self, values: dict[str, Any]) -> Recipe:
+        return Recipe.from_dict(values)
 
 
 @pytest.fixture
 def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ladder]:
     def run(trials: Trials, *rungs: Rung, begin: Ladder | None = None, final: Any = None) -> Ladder:
         begin = begin or ladder()
-        finals = final or {}
-        judge = SimpleNamespace(conclude=lambda model, allowed: judged(finals.get(model, 0.0)))
-        bench = SimpleNamespace(
-            goal=begin.goal, judge=judge, times=lambda files: {}, runner=lambda file, qmodel: qmodel
-        )
-        monkeypatch.setattr(module, "try_candidate", trials)
-        monkeypatch.setattr(module, "load", lambda bench, step, folder: (None, step.name))
+        trials.finals, trials.limit = final or {}, begin.goal.max_loss
         folder = RunFolder(tmp_path / "run")
         with folder.alone():
-            return Search(bench, rungs, folder, folder.read("id") or begin, lambda _: None).run()  # type: ignore[arg-type]
+            return Search(trials, Study(), rungs, folder, folder.read("id") or begin, lambda _: None).run()
 
     return run
 

@@ -10,7 +10,7 @@ from sparsebit.backends import BACKENDS
 from sparsebit.config.fields import nearest
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
-from sparsebit.records.ladder import Cost, LadderGoal, LadderStep
+from sparsebit.records.ladder import Cost, Judgement, LadderGoal, LadderStep, Verdict
 
 Amount = Literal["latency", "bytes", "macs"]
 Budget = Mapping[str, float | str]
@@ -85,6 +85,16 @@ def read_amount(name: str, limit: float | str) -> float:
 def used(goal: LadderGoal, cost: Cost) -> dict[str, float]:
     """How much of each budget the file takes: 1 is all of it."""
     return {name: _amount(name, cost, absolute=limit > 1) / limit for name, limit in goal.budget.items()}
+
+
+def is_over(goal: LadderGoal, cost: Cost) -> bool:
+    """Whether the file takes more than a budget."""
+    return any(share > 1 for share in used(goal, cost).values())
+
+
+def verdict_of(judged: Judgement | None, allowed: float | None) -> Verdict:
+    """Whether the measured loss is within the allowed one."""
+    return "within" if judged is not None and (allowed is None or judged.loss <= allowed) else "too much loss"
 
 
 def rank(goal: LadderGoal, step: LadderStep) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsebit.compress.metrics import Metric, OfModel, PerSample, WholeSet, as_scores, inputs_of
+from sparsebit.compress.judging.metrics import Metric, OfModel, PerSample, WholeSet, as_scores, inputs_of
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.numerics.intervals import difference_margin, mean_margin

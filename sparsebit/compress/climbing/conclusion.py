@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sparsebit.compress.goal import used
+from sparsebit.compress.climbing.goal import used
 from sparsebit.records.ladder import Cost, Ladder, LadderStep
 
 TRAINING = "train.py"

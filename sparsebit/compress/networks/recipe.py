@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sparsebit.compress.teaching import learn_outputs
+from sparsebit.compress.networks.teaching import learn_outputs
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import RecordError
 from sparsebit.quantization.model.quant_model import QuantModel

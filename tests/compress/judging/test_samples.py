@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebit.compress.samples import split
+from sparsebit.compress.judging.samples import split
 from sparsebit.errors import CalibrationError
 
 X = torch.arange(512.0).reshape(512, 1)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.compress.judging import Judge, Model
-from sparsebit.compress.runtime_model import RuntimeModel
+from sparsebit.compress.judging.judges import Judge, Model
+from sparsebit.compress.judging.runtime_model import RuntimeModel
 from sparsebit.deploy.audit.file_latency import Stopwatch, Timed
 from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, in_order, input_names, to_onnx

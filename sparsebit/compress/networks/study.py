@@ -1,4 +1,4 @@
-"""`Known`: what a search knows when it asks a rung for the next candidate; `Study` measures more when a rung asks."""
+"""`Study`: what the rungs of networks may measure on the calibration data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from sparsebit.backends import BACKENDS
-from sparsebit.compress.bench import Bench
-from sparsebit.compress.goal import cost_of, rank, used
-from sparsebit.compress.joint_search import JointChoice, choose_channels_and_bits
-from sparsebit.compress.metrics import noise
-from sparsebit.compress.recipe import Recipe
-from sparsebit.compress.teaching import BATCH
-from sparsebit.compress.trial import load
+from sparsebit.compress.judging.metrics import noise
+from sparsebit.compress.networks.bench import Bench
+from sparsebit.compress.networks.joint_search import JointChoice, choose_channels_and_bits
+from sparsebit.compress.networks.recipe import Recipe
+from sparsebit.compress.networks.teaching import BATCH
+from sparsebit.compress.networks.trial import load
 from sparsebit.config.schema import QuantConfig
 from sparsebit.execution.batches import as_call
 from sparsebit.quantization.mixed_precision.search import search_bits
 from sparsebit.quantization.post_training import quantize
 from sparsebit.quantization.quant_config import as_qconfig
-from sparsebit.records.ladder import LadderGoal, LadderStep
+from sparsebit.records.ladder import LadderStep
 from sparsebit.sparse.sparse_model import SparseModel
 
 _NUM_WORST = 8
@@ -38,6 +37,18 @@ class Study:
 
     bench: Bench
     root: Path
+
+    def recipe(self, values: dict[str, Any]) -> Recipe:
+        return Recipe.from_dict(values)
+
+    @property
+    def low_bit_config(self) -> QuantConfig:
+        """4-bit weights in the target's formats; activations of 8 bits where the target runs both, else float."""
+        target = self.bench.goal.target
+        config = as_qconfig(target)
+        if 4 not in BACKENDS[target].weight.bits:
+            config = config.replace("A.QUANTIZER.DISABLE", True)
+        return config.replace("W.QUANTIZER.BIT", 4)
 
     def has_depthwise(self) -> bool:
         """Whether some convolution has one weight per channel, whose ranges differ widely."""
@@ -88,64 +99,3 @@ class Study:
         smodel = SparseModel(self.bench.model, "{SPARSER: {TYPE: structured}}", self.bench.calibration[0]).eval()
         choice = smodel.choose_ratios(dict(budget), self.bench.calibration, round_to=(16, 8, 1))
         return smodel.config_of(choice.ratios), choice.round_to
-
-
-@dataclass(frozen=True)
-class Known:
-    """The input of a rung. `steps`: everything that was tried, in order; `seconds_left`: until the search ends."""
-
-    goal: LadderGoal
-    steps: tuple[LadderStep, ...]
-    study: Study
-    seconds_left: float
-
-    @property
-    def best(self) -> LadderStep | None:
-        """The candidate that keeps the goal best so far, or is nearest to it."""
-        made = [step for step in self.steps if step.cost is not None]
-        return min(made, key=lambda step: rank(self.goal, step), default=None)
-
-    @property
-    def kept(self) -> LadderStep | None:
-        """The best candidate, if it keeps the goal."""
-        best = self.best
-        return best if best is not None and best.verdict == "within" else None
-
-    @property
-    def loses(self) -> bool:
-        """Whether more accuracy is wanted of the best candidate: it loses too much, or the goal is the least loss."""
-        best = self.best
-        if best is None or best.selection is None:
-            return False
-        wants_less = self.goal.prefer == "loss" and best.selection.loss > 0
-        return best.verdict == "too much loss" or (best.verdict == "within" and wants_less)
-
-    def of(self, rung: str) -> list[LadderStep]:
-        """The steps that a rung proposed."""
-        return [step for step in self.steps if step.rung == rung]
-
-    def recipe(self, step: LadderStep) -> Recipe:
-        return Recipe.from_dict(step.recipe)
-
-    def over(self, name: str) -> float:
-        """How far the best candidate is above a budget: 1 is at the limit; 0 without that budget."""
-        best = self.best
-        return 0.0 if best is None or best.cost is None else used(self.goal, best.cost).get(name, 0.0)
-
-    def share_of(self, step: LadderStep) -> float:
-        """The cost that the search makes small, as a share of the float file's."""
-        assert step.cost is not None
-        return cost_of(self.goal, step.cost)
-
-    @property
-    def wants_small(self) -> bool:
-        """Whether fewer bytes than 8 bits have are asked for."""
-        return self.goal.prefer == "bytes" or "bytes" in self.goal.budget
-
-    @property
-    def low_bit_config(self) -> QuantConfig:
-        """4-bit weights in the target's formats; activations of 8 bits where the target runs both, else float."""
-        config, backend = as_qconfig(self.goal.target), BACKENDS[self.goal.target]
-        if 4 not in backend.weight.bits:
-            config = config.replace("A.QUANTIZER.DISABLE", True)
-        return config.replace("W.QUANTIZER.BIT", 4)

@@ -1,0 +1,90 @@
+"""`Known`: what a search knows when it asks a rung for the next candidate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sparsebit.compress.climbing.goal import cost_of, rank, used
+from sparsebit.records.ladder import LadderGoal, LadderStep
+
+
+class AnyRecipe(Protocol):
+    """What makes a candidate, as values: `to_dict` for records; equal recipes have equal keys."""
+
+    @property
+    def key(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class AnyStudy(Protocol):
+    """Measurements that rungs ask for, and `recipe`: of the values that a step keeps."""
+
+    def recipe(self, values: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe that a rung proposes. `name`: short and unique in a run; `why`: the reason, in a sentence."""
+
+    name: str
+    why: str
+    recipe: AnyRecipe
+
+
+@dataclass(frozen=True)
+class Known:
+    """The input of a rung. `steps`: everything that was tried, in order; `seconds_left`: until the search ends.
+
+    `study`: an `AnyStudy`, of networks (`networks/study.py`) or of language models (`language/study.py`).
+    """
+
+    goal: LadderGoal
+    steps: tuple[LadderStep, ...]
+    study: Any
+    seconds_left: float
+
+    @property
+    def best(self) -> LadderStep | None:
+        """The candidate that keeps the goal best so far, or is nearest to it."""
+        made = [step for step in self.steps if step.cost is not None]
+        return min(made, key=lambda step: rank(self.goal, step), default=None)
+
+    @property
+    def kept(self) -> LadderStep | None:
+        """The best candidate, if it keeps the goal."""
+        best = self.best
+        return best if best is not None and best.verdict == "within" else None
+
+    @property
+    def loses(self) -> bool:
+        """Whether more accuracy is wanted of the best candidate: it loses too much, or the goal is the least loss."""
+        best = self.best
+        if best is None or best.selection is None:
+            return False
+        wants_less = self.goal.prefer == "loss" and best.selection.loss > 0
+        return best.verdict == "too much loss" or (best.verdict == "within" and wants_less)
+
+    def of(self, rung: str) -> list[LadderStep]:
+        """The steps that a rung proposed."""
+        return [step for step in self.steps if step.rung == rung]
+
+    def recipe(self, step: LadderStep) -> Any:
+        """The recipe of a step, whose fields a rung changes with `replace`."""
+        return self.study.recipe(step.recipe)
+
+    def over(self, name: str) -> float:
+        """How far the best candidate is above a budget: 1 is at the limit; 0 without that budget."""
+        best = self.best
+        return 0.0 if best is None or best.cost is None else used(self.goal, best.cost).get(name, 0.0)
+
+    def share_of(self, step: LadderStep) -> float:
+        """The cost that the search makes small, as a share of the float file's."""
+        assert step.cost is not None
+        return cost_of(self.goal, step.cost)
+
+    @property
+    def wants_small(self) -> bool:
+        """Whether fewer bytes than 8 bits have are asked for."""
+        return self.goal.prefer == "bytes" or "bytes" in self.goal.budget

@@ -1,0 +1,1 @@
+"""Candidates of language models: recipes, folders, rungs, results."""

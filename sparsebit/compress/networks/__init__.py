@@ -1,0 +1,1 @@
+"""Candidates of networks: recipes, files, rungs, results."""
