@@ -104,6 +104,15 @@ def test_budgets_that_cannot_be_kept_say_what_can() -> None:
         choose({"a": [math.inf, 0.0], "b": [1.0, math.inf]}, ties=[("a", "b")])
 
 
+def test_the_least_that_is_told_is_the_least() -> None:
+    sizes, (loss,) = large_problem()
+    least = choose(sizes, [loss]).cost
+    with pytest.raises(
+        BudgetError, match=rf"size: .* allowed, {least:.6g} is the least within the limits of {loss.name}"
+    ):
+        choose(sizes, [Budget("size", 0.99 * least, sizes), loss])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
