@@ -15,13 +15,14 @@ from torch import nn
 
 from sparsebit.compress.climbing.goal import Amount, Budget, read_goal
 from sparsebit.compress.climbing.run_folder import RunFolder
-from sparsebit.compress.climbing.rung import LADDERS, Rung
+from sparsebit.compress.climbing.rung import Rung
 from sparsebit.compress.climbing.search import Search
 from sparsebit.compress.judging.judges import judge_of
 from sparsebit.compress.judging.metrics import Metric, has_own_data, inputs_of, read_metric
 from sparsebit.compress.judging.samples import Samples, split
 from sparsebit.compress.networks.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
 from sparsebit.compress.networks.outcome import Result, write_outcome
+from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials
 from sparsebit.deploy.sessions.environment import environment
@@ -30,7 +31,6 @@ from sparsebit.graph.values.nested import tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
 from sparsebit.tensor_files import digest
 
-_RUNGS = LADDERS["networks"]
 log = logging.getLogger(__name__)
 
 
@@ -124,7 +124,7 @@ def _run(
 
 def _chosen(names: Sequence[str] | None) -> list[Rung]:
     """The rungs in their order."""
-    every = [_RUNGS.get(name) for name in (_RUNGS.names() if names is None else names)]
+    every = [RUNGS.get(name) for name in (RUNGS.names() if names is None else names)]
     if not every:
         raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(LADDERS['networks'].names())}")
     return sorted(every, key=lambda rung: rung.order)

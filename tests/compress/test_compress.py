@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 
 import sparsebit
 from sparsebit.compress import Candidate, Known, Result, compress, register_rung
-from sparsebit.compress.climbing.rung import LADDERS
+from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.errors import ConfigError
 from sparsebit.records import read_record
 from tests.compress.nets import Patterns, batches, trained
@@ -104,13 +104,13 @@ def test_a_failing_candidate_is_a_step_with_its_fault(tmp_path: Path) -> None:
 
     @register_rung("broken", order=5)
     def broken(known: Known) -> Candidate:
-        recipe = known.study.bench.model and LADDERS["networks"].get("eight bits").propose(known).recipe  # type: ignore[union-attr]
+        recipe = known.study.bench.model and RUNGS.get("eight bits").propose(known).recipe  # type: ignore[union-attr]
         return Candidate("broken", "a test", recipe.replace(placement="/no/such/file.json"))
 
     try:
         found = run(tmp_path / "run", rungs=("broken",), target="virtual")
     finally:
-        LADDERS["networks"]._entries.pop("broken")
+        RUNGS._entries.pop("broken")
     assert not found.met and found.file is None and found.model is None
     assert found.steps[0].verdict == "failed" and "/no/such/file.json" in found.steps[0].fault
     assert "no candidate was made" in found.reason

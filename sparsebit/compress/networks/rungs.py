@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsebit.compress.climbing.known import Candidate, Known
-from sparsebit.compress.climbing.rung import register_rung
+from sparsebit.compress.climbing.rung import LADDERS, register_rung
 from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.config.schema import QuantConfig
 from sparsebit.deploy.runtimes import PROFILES
@@ -18,6 +18,7 @@ from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.records.ladder import Cost, LadderStep
 from sparsebit.sparse.sparse_config import parse_sconfig
 
+RUNGS = LADDERS["networks"]
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
 _FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
 
