@@ -7,11 +7,11 @@ import sys
 from types import ModuleType
 
 from sparsebit.compress.climbing.known import Candidate, Known
+from sparsebit.compress.climbing.result import Result
 from sparsebit.compress.climbing.rung import Rung, register_rung
 from sparsebit.compress.compress import compress
 from sparsebit.compress.judging.metrics import OfModel, PerSample, WholeSet
 from sparsebit.compress.networks.joint_search import JointChoice, choose_channels_and_bits
-from sparsebit.compress.networks.outcome import Result
 from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.compress.networks.study import Study
 

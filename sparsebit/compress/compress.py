@@ -13,29 +13,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.compress.climbing.goal import Amount, Budget, read_goal
+from sparsebit.compress.climbing.goal import Amount, Budget, need_backend, read_goal
+from sparsebit.compress.climbing.result import Result
 from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.climbing.rung import Rung
-from sparsebit.compress.climbing.search import Search
+from sparsebit.compress.climbing.search import Search, empty_ladder
 from sparsebit.compress.judging.judges import judge_of
 from sparsebit.compress.judging.metrics import Metric, has_own_data, inputs_of, read_metric
 from sparsebit.compress.judging.samples import Samples, split
+from sparsebit.compress.language.compress_folder import compress_folder
+from sparsebit.compress.language.metrics import read_language_metric
+from sparsebit.compress.language.rungs import LANGUAGE_RUNGS
 from sparsebit.compress.networks.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
-from sparsebit.compress.networks.outcome import Result, write_outcome
+from sparsebit.compress.networks.outcome import BEST, write_outcome
 from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
-from sparsebit.compress.networks.trial import NetworkTrials
-from sparsebit.deploy.sessions.environment import environment
+from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
+from sparsebit.registry import Registry
 from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 
 
 def compress(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     data: Any,
     target: str = "onnxruntime",
     *,
@@ -60,13 +64,23 @@ def compress(
     milliseconds, bytes, multiplications. `prefer`: what is made small without a budget; `latency` by default.
     `rungs`: the names of those to climb, default all. `show`: called with the ladder after every step.
 
+    A language model is given as its folder: `data` is text files, `validation` a text that is not among them, `target`
+    `transformers`, `vllm`, `llama.cpp` or `genai`, `metric` `perplexity` or `kl`, a budget `bytes` or `bits`.
+
     Every file that is offered has passed the comparison with its simulation in the runtime. If nothing keeps the goal,
     the nearest candidate is returned with the reason, and `train.py` in the folder.
 
     >>> result = sparsebit.compress(net, loader, folder="run/", max_loss=0.5)  # doctest: +SKIP
     >>> result.file, result.met, result.reason  # doctest: +SKIP
     """
-    chosen = _chosen(rungs)
+    show = show or _quiet
+    wanted: Any = {"max_loss": max_loss, "budget": budget, "prefer": prefer, "minutes": float(minutes)}
+    if isinstance(model, str | os.PathLike):
+        judged_by = read_language_metric(metric)
+        goal = read_goal(target, judged_by.name, **wanted, models="language models")
+        return compress_folder(model, data, validation, judged_by, goal, folder, _chosen(rungs, LANGUAGE_RUNGS), show)
+    need_backend(target)
+    chosen = _chosen(rungs, RUNGS)
     samples = split(data, validation, needs_samples=not has_own_data(metric))
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -74,10 +88,10 @@ def compress(
         example = example_of(model, samples.calibration)
         batch = (samples.selection or samples.calibration)[0]
         measured = read_metric(metric, _outputs(model, batch), batch)
-        goal = read_goal(target, measured.name, max_loss=max_loss, budget=budget, prefer=prefer, minutes=float(minutes))
+        goal = read_goal(target, measured.name, **wanted)
         run = RunFolder(folder)
         with run.alone():
-            return _run(model, samples, example, measured, goal, run, chosen, show or _quiet)
+            return _run(model, samples, example, measured, goal, run, chosen, show)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -93,21 +107,8 @@ def _run(
     rungs: list[Rung],
     show: Callable[[Ladder], None],
 ) -> Result:
-    empty = Ladder(
-        identity=_identity(model, samples, goal, rungs),
-        goal=goal,
-        float_cost=None,
-        steps=(),
-        best="",
-        met=False,
-        reason="",
-        pareto=(),
-        seconds=0.0,
-        finished=False,
-        reproduce="",
-        environment=environment(),
-    )
-    ladder = run.read(empty.identity) or empty
+    identity = _identity(model, samples, goal, rungs)
+    ladder = run.read(identity) or empty_ladder(identity, goal)
     float_file = run.path / "float.onnx"
     example = replace(example, axes=write_float(model, example, float_file))
     stopwatch = stopwatch_for(goal, example, model)
@@ -119,14 +120,14 @@ def _run(
         search = Search(NetworkTrials(bench), study, rungs, run, ladder.replace(float_cost=cost), show)
         ladder = write_outcome(bench, run, search.run())
         show(ladder)
-    return Result(ladder, run.path, bench)
+    return Result(ladder, run.path, run.path / BEST, lambda step, place: load(bench, step, place)[1])
 
 
-def _chosen(names: Sequence[str] | None) -> list[Rung]:
+def _chosen(names: Sequence[str] | None, registry: Registry[Rung]) -> list[Rung]:
     """The rungs in their order."""
-    every = [RUNGS.get(name) for name in (RUNGS.names() if names is None else names)]
+    every = [registry.get(name) for name in (registry.names() if names is None else names)]
     if not every:
-        raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(LADDERS['networks'].names())}")
+        raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(registry.names())}")
     return sorted(every, key=lambda rung: rung.order)
 
 

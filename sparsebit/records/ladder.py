@@ -43,7 +43,8 @@ class Judgement:
 @dataclass(frozen=True)
 class Cost:
     """What a file costs. `num_bytes`: on disk. `milliseconds`, `latency`: a call's time, and over that of the float
-    file, timed in turns; None if the target is not run here. `macs`: multiplications of one call.
+    file, timed in turns; None if the target is not run here. `macs`: multiplications of one call; 0 if not counted.
+    `bits`: of a weight of a language model, with its scales.
     """
 
     num_bytes: int
@@ -52,6 +53,7 @@ class Cost:
     macs_ratio: float
     milliseconds: float | None = None
     latency: float | None = None
+    bits: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class LadderStep:
 
 @dataclass(frozen=True)
 class LadderGoal:
-    """What was asked. `max_loss`: None without a limit. `budget`: upper limits by name, `latency`, `bytes` or `macs`.
+    """What was asked. `max_loss`: None without a limit. `budget`: limits of `latency`, `bytes`, `macs` or `bits`.
 
     A limit up to 1 is a share of the float file's; a larger one is absolute (milliseconds, bytes, multiplications).
     `prefer`: what is made small within these limits; `loss` if a budget was given.
@@ -88,7 +90,7 @@ class LadderGoal:
     metric: str
     max_loss: float | None
     budget: dict[str, float]
-    prefer: Literal["latency", "bytes", "macs", "loss"]
+    prefer: Literal["latency", "bytes", "macs", "bits", "loss"]
     minutes: float
 
 

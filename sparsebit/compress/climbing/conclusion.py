@@ -38,6 +38,8 @@ def cost_words(cost: Cost) -> str:
     """The shares of the float file's time, bytes and multiplications."""
     parts = [f"{cost.latency:.2f} of the time"] if cost.latency is not None else []
     parts.append(f"{cost.bytes_ratio:.3f} of the bytes")
+    if cost.bits is not None:
+        parts.append(f"{cost.bits:.2f} bits a weight")
     if cost.macs_ratio < 1:
         parts.append(f"{cost.macs_ratio:.2f} of the multiplications")
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
@@ -65,4 +67,6 @@ def _why_not(ladder: Ladder) -> str:
 
 def _next(ladder: Ladder) -> str:
     stopped = "" if ladder.finished else "The search was stopped: the same call again goes on. "
-    return f"{stopped}Training would be next: {TRAINING}"
+    is_language_model = ladder.float_cost is not None and ladder.float_cost.bits is not None
+    advice = "More bits would be next" if is_language_model else f"Training would be next: {TRAINING}"
+    return f"{stopped}{advice}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from sparsebit.backends import BACKENDS
 from sparsebit.config.fields import nearest
@@ -12,7 +12,8 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 from sparsebit.records.ladder import Cost, Judgement, LadderGoal, LadderStep, Verdict
 
-Amount = Literal["latency", "bytes", "macs"]
+Amount = Literal["latency", "bytes", "macs", "bits"]
+Models = Literal["networks", "language models"]
 Budget = Mapping[str, float | str]
 
 # Points of the metric that a file may lose if neither a loss nor a budget was given.
@@ -21,8 +22,12 @@ _UNITS: dict[str, dict[str, float]] = {
     "latency": {"us": 1e-3, "ms": 1.0, "s": 1e3},
     "bytes": {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30},
     "macs": {"k": 1e3, "m": 1e6, "g": 1e9},
+    "bits": {},
 }
-_AMOUNTS = get_args(Amount)
+_AMOUNTS: dict[Models, tuple[Amount, ...]] = {
+    "networks": ("latency", "bytes", "macs"),
+    "language models": ("bytes", "bits"),
+}
 
 
 def read_goal(
@@ -33,40 +38,47 @@ def read_goal(
     budget: Budget | None,
     prefer: Amount | None,
     minutes: float,
+    models: Models = "networks",
 ) -> LadderGoal:
-    """The checked goal; a ConfigError names what is wrong."""
-    if target not in BACKENDS:
-        near = nearest(target, BACKENDS)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ConfigError(f"target={target!r}: allowed: {', '.join(BACKENDS)}{hint}")
+    """The checked goal; a ConfigError names what is wrong. `target`: one that the caller knows."""
+    amounts = _AMOUNTS[models]
     if not minutes > 0:
         raise ConfigError(f"minutes={minutes:g}: how long the search may take, above 0")
     if max_loss is not None and not max_loss >= 0:
         raise ConfigError(f"max_loss={max_loss:g}: a loss in the unit of the metric, from 0 on")
-    if prefer is not None and prefer not in _AMOUNTS:
-        raise ConfigError(f"prefer={prefer!r}: allowed: {', '.join(_AMOUNTS)}")
+    if prefer is not None and prefer not in amounts:
+        raise ConfigError(f"prefer={prefer!r}: allowed for {models}: {', '.join(amounts)}")
     if prefer is not None and budget:
         raise ConfigError(
             f"prefer={prefer!r} and a budget: a budget asks for the most accurate file; give one of the two"
         )
+    if unknown := [name for name in budget or {} if name not in amounts]:
+        raise ConfigError(f"budget {unknown[0]!r}: allowed for {models}: {', '.join(amounts)}")
     limits = {name: read_amount(name, limit) for name, limit in (budget or {}).items()}
-    runs_here = PROFILES[target].executes is not None
-    if not runs_here and (prefer == "latency" or "latency" in limits):
+    is_timed = models == "networks" and PROFILES[target].executes is not None
+    if not is_timed and (prefer == "latency" or "latency" in limits):
         raise ConfigError(f"files for {target} do not run here, so their latency is not known; use bytes or macs")
     if limits:
         return LadderGoal(target, metric, max_loss, limits, "loss", minutes)
     loss = USUAL_LOSS if max_loss is None else float(max_loss)
-    return LadderGoal(target, metric, loss, {}, prefer or ("latency" if runs_here else "bytes"), minutes)
+    return LadderGoal(target, metric, loss, {}, prefer or ("latency" if is_timed else "bytes"), minutes)
+
+
+def need_backend(target: str) -> None:
+    """A ConfigError for a target that is no backend of networks."""
+    if target not in BACKENDS:
+        near = nearest(target, BACKENDS)
+        hint = f"; did you mean {near}?" if near else ""
+        models = "for a language model, give its folder as the model"
+        raise ConfigError(f"target={target!r}: allowed: {', '.join(BACKENDS)}{hint}; {models}")
 
 
 def read_amount(name: str, limit: float | str) -> float:
-    """A limit as a number: up to 1 a share of the float file's, above that milliseconds, bytes or multiplications.
+    """A limit as a number: up to 1 a share of the float file's, above that milliseconds, bytes, multiplications, bits.
 
     >>> read_amount("latency", "50 %"), read_amount("bytes", "4 MB"), read_amount("latency", 0.5)
     (0.5, 4000000.0, 0.5)
     """
-    if name not in _AMOUNTS:
-        raise ConfigError(f"budget {name!r}: allowed: {', '.join(_AMOUNTS)}")
     found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(%|[A-Za-z]*)\s*", str(limit))
     units = {"": 1.0, "%": 0.01, **_UNITS[name]}
     try:
@@ -77,6 +89,8 @@ def read_amount(name: str, limit: float | str) -> float:
     if not 0 < number * factor < float("inf"):
         known = ", ".join(unit for unit in units if unit)
         raise ConfigError(f"budget {name}={limit!r}: a number above 0, as 0.5, or with a unit: {known}")
+    if name == "bits" and number * factor < 1:
+        raise ConfigError(f"budget bits={limit!r}: bits of a weight with its scales, as 4.3")
     if found and found[2] not in ("", "%") and number * factor <= 1:
         raise ConfigError(f"budget {name}={limit!r}: limits up to 1 are shares of the float file's; give a share")
     return number * factor
@@ -133,6 +147,7 @@ def _amount(name: Any, cost: Cost, *, absolute: bool = False) -> float:
         "latency": (cost.latency, cost.milliseconds),
         "bytes": (cost.bytes_ratio, cost.num_bytes),
         "macs": (cost.macs_ratio, cost.macs),
+        "bits": (cost.bits, cost.bits),
     }[name][absolute]
     assert found is not None  # `read_goal` refuses a latency that is not measured
     return float(found)

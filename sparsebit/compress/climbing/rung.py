@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
+from sparsebit.compress.climbing.goal import Models
 from sparsebit.compress.climbing.known import Candidate, Known
 from sparsebit.registry import Registry
 
 Propose = Callable[[Known], Candidate | None]
-Models = Literal["networks", "language models"]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from sparsebit.compress.climbing.known import AnyStudy, Candidate, Known
 from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.climbing.rung import Rung
 from sparsebit.deploy.audit.file_latency import Timed
+from sparsebit.deploy.sessions.environment import environment
 from sparsebit.errors import BudgetError
 from sparsebit.progress import OutOfTime, time_limit
-from sparsebit.records.ladder import Judgement, Ladder, LadderStep
+from sparsebit.records.ladder import Judgement, Ladder, LadderGoal, LadderStep
 
 log = logging.getLogger(__name__)
 
@@ -196,3 +197,21 @@ class Search:
     def _replace(self, step: LadderStep) -> None:
         steps = tuple(step if one.name == step.name else one for one in self.ladder.steps)
         self._write(self.ladder.replace(steps=steps))
+
+
+def empty_ladder(identity: str, goal: LadderGoal) -> Ladder:
+    """Of a search that begins."""
+    return Ladder(
+        identity=identity,
+        goal=goal,
+        float_cost=None,
+        steps=(),
+        best="",
+        met=False,
+        reason="",
+        pareto=(),
+        seconds=0.0,
+        finished=False,
+        reproduce="",
+        environment=environment(),
+    )

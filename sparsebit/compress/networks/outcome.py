@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sparsebit.compress.climbing.conclusion import TRAINING
@@ -14,63 +14,11 @@ from sparsebit.compress.networks.training_script import training_script
 from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, load
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.folders import replace_text
-from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records import read_record, write_record
 from sparsebit.records.ladder import Ladder, LadderStep
-from sparsebit.report.notebook import fragment
-from sparsebit.report.read_ladder import run_of_ladder
 
 BEST, CONFIG, PLACEMENT, SPARSITY = "best.onnx", "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a search found. `ladder` has all facts; `folder` has the files."""
-
-    ladder: Ladder
-    folder: Path
-    bench: Bench
-
-    @property
-    def file(self) -> Path | None:
-        """The best file; None if no candidate could be made."""
-        return self.folder / BEST if self.ladder.best else None
-
-    @property
-    def model(self) -> QuantModel | None:
-        """The quantized model that the file was written from."""
-        if not self.ladder.best:
-            return None
-        step = self.ladder.step(self.ladder.best)
-        return load(self.bench, step, self.folder / step.folder)[1]
-
-    @property
-    def met(self) -> bool:
-        """Whether the file keeps the goal."""
-        return self.ladder.met
-
-    @property
-    def reason(self) -> str:
-        """Why, in a sentence, with the loss and the cost."""
-        return self.ladder.reason
-
-    @property
-    def steps(self) -> tuple[LadderStep, ...]:
-        """Everything that was tried, in order."""
-        return self.ladder.steps
-
-    @property
-    def pareto(self) -> tuple[LadderStep, ...]:
-        """The steps that no other one beats in both loss and cost, the cheapest first."""
-        return tuple(self.ladder.step(name) for name in self.ladder.pareto)
-
-    def _repr_html_(self) -> str:
-        """The last line of a notebook's cell: the numbers and the ladder."""
-        return fragment(run_of_ladder(self.ladder, self.folder.name))
-
-    def __str__(self) -> str:
-        return f"{'met' if self.met else 'not met'}: {self.reason}"
 
 
 def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:

@@ -20,6 +20,7 @@ from sparsebit.sparse.sparse_config import parse_sconfig
 
 RUNGS = LADDERS["networks"]
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
+_SPARE = 0.015  # of a budget of bytes: with more left, fewer channels could go
 _FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
 
 
@@ -159,11 +160,10 @@ def channels_and_bits(known: Known) -> Candidate | None:
     limit = _limit(known, "bytes")
     share = _packed(limit, four)
     if tried:
-        last = tried[-1]
-        assert last.cost is not None
-        if last.verdict != "over budget":
+        spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
+        if 0 <= spares[-1] < _SPARE * limit:
             return None
-        share = share + (limit - last.cost.bytes_ratio) * (len(tried) + 0.1)
+        share += sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
     elif limit > four.cost.bytes_ratio * 1.5:
         return None
     found = known.study.channels_and_bits(known.study.low_bit_config, max(share, 0.01), (4, 8))

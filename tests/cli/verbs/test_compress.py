@@ -46,7 +46,7 @@ def test_the_answer_as_json_is_the_ladder(sparsebit: Sparsebit, project: Path) -
     ("options", "told"),
     [
         (("--budget", "bytes"), "write NAME=LIMIT"),
-        (("--budget", "weight=0.5"), "allowed: latency, bytes, macs"),
+        (("--budget", "weight=0.5"), "allowed for networks: latency, bytes, macs"),
         (("--budget", "latency=0.5"), "do not run here"),
         (("--metric", "accuracy"), "give --test-data"),
         (("--metric", "bleu"), "accuracy, agreement or MODULE:FUNCTION"),

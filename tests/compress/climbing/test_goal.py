@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsebit.compress.climbing.goal import pareto, rank, read_amount, read_goal, used
+from sparsebit.compress.climbing.goal import need_backend, pareto, rank, read_amount, read_goal, used
 from sparsebit.errors import ConfigError
 from sparsebit.records.ladder import Cost, Judgement, LadderStep
 
@@ -40,13 +40,13 @@ def test_limits(name: str, limit: float | str, number: float) -> None:
 @pytest.mark.parametrize(
     ("name", "limit", "message"),
     [
-        ("size", 0.5, "budget 'size': allowed: latency, bytes, macs"),
         ("bytes", 0, "a number above 0"),
         ("bytes", "nan", "a number above 0"),
         ("bytes", "inf", "a number above 0"),
         ("bytes", "4 ms", "a number above 0, as 0.5, or with a unit: %, b"),
         ("bytes", "1e-3.2", "a number above 0"),
         ("latency", "0.5 ms", "give a share"),
+        ("bits", 0.3, "bits of a weight with its scales"),
     ],
 )
 def test_wrong_limits(name: str, limit: float | str, message: str) -> None:
@@ -61,19 +61,26 @@ def goal(target: str = "onnxruntime", **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": "onxruntime"}, "did you mean onnxruntime"),
         ({"minutes": 0.0}, "above 0"),
         ({"minutes": math.nan}, "above 0"),
         ({"max_loss": -1.0}, "from 0 on"),
-        ({"prefer": "speed"}, "allowed: latency, bytes, macs"),
+        ({"prefer": "speed"}, "allowed for networks: latency, bytes, macs"),
         ({"prefer": "bytes", "budget": {"bytes": 0.5}}, "give one of the two"),
         ({"target": "tensorrt", "prefer": "latency"}, "do not run here"),
         ({"target": "tensorrt", "budget": {"latency": 0.5}}, "do not run here"),
+        ({"budget": {"size": 0.5}}, "budget 'size': allowed for networks: latency, bytes, macs"),
+        ({"budget": {"latency": 0.5}, "models": "language models"}, "allowed for language models: bytes, bits"),
+        ({"prefer": "macs", "models": "language models"}, "allowed for language models: bytes, bits"),
     ],
 )
 def test_wrong_goals(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         goal(**given)
+
+
+def test_unknown_targets() -> None:
+    with pytest.raises(ConfigError, match="did you mean onnxruntime"):
+        need_backend("onxruntime")
 
 
 def test_defaults() -> None:
@@ -82,6 +89,7 @@ def test_defaults() -> None:
     with_budget = goal(budget={"bytes": 0.5})
     assert (with_budget.max_loss, with_budget.prefer) == (None, "loss")
     assert goal(budget={"bytes": 0.5}, max_loss=2.0).max_loss == 2.0
+    assert goal("vllm", models="language models").prefer == "bytes"
 
 
 def test_what_keeps_the_goal_comes_first_then_the_fastest_or_the_most_accurate() -> None:

@@ -1,0 +1,60 @@
+"""`LanguageRecipe`: what makes a candidate of a language model, as values: fields of `sparsebit.llm.Recipe`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsebit.errors import RecordError
+from sparsebit.llm.converting.targets import recipe_for
+from sparsebit.llm.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class LanguageRecipe:
+    """`options`: what is set beside the usual values of the target."""
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """As `sparsebit.llm.quantize` takes it; a ConfigError for what the target does not store."""
+        return recipe_for(self.target, **self.options)
+
+    def replace(self, **options: Any) -> LanguageRecipe:
+        """A copy with other options; None takes one away."""
+        changed = {**self.options, **options}
+        return LanguageRecipe(self.target, {key: value for key, value in changed.items() if value is not None})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"target": self.target, "options": _listed(self.options)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LanguageRecipe:
+        """The inverse of `to_dict`."""
+        try:
+            options = {key: tuple(one) if isinstance(one, list) else one for key, one in values["options"].items()}
+            return cls(values["target"], options)
+        except (KeyError, AttributeError):
+            raise RecordError("the recipe of a step is damaged; remove the folder of the run") from None
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+
+def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+
+
+@dataclass(frozen=True)
+class LanguageStudy:
+    """What rungs may ask for. `float_bytes`: of the float model's folder."""
+
+    float_bytes: int
+
+    def recipe(self, values: dict[str, Any]) -> LanguageRecipe:
+        return LanguageRecipe.from_dict(values)

@@ -1,0 +1,153 @@
+"""The rungs of language models: each proposes the next candidate from what is known, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsebit.compress.climbing.known import Candidate, Known
+from sparsebit.compress.climbing.rung import LADDERS, register_rung
+from sparsebit.compress.language.recipe import LanguageRecipe
+from sparsebit.llm.converting.targets import TARGETS, Target
+from sparsebit.records.ladder import LadderStep
+
+LANGUAGE_RUNGS = LADDERS["language models"]
+_MOST_MIXED = 4
+_CLOSE = 0.02  # of a budget: with less left, another mix is not worth its time
+
+
+@register_rung("eight bits", order=10, models="language models")
+def eight_bits(known: Known) -> Candidate | None:
+    """8 bits, rounded to nearest: what hardly loses anything."""
+    if known.of("eight bits") or 8 not in _row(known).bits:
+        return None
+    return _candidate(known, "w8", "8 bits rounded to nearest hardly lose anything", {"method": "rtn", "bits": 8})
+
+
+@register_rung("four bits", order=20, models="language models")
+def four_bits(known: Known) -> Candidate | None:
+    """4 bits by GPTQ: half of the bytes of 8."""
+    if known.of("four bits"):
+        return None
+    return _candidate(known, "w4-gptq", "4 bits take half of the bytes of 8; GPTQ rounds so that errors cancel", {})
+
+
+@register_rung("scales", order=30, models="language models")
+def scales(known: Known) -> Candidate | None:
+    """Scales that are judged by GPTQ itself."""
+    four = _of_four_bits(known)
+    if four is None or not known.loses or known.of("scales"):
+        return None
+    why = f"{four.name} {four.selection}; scales judged by the error after GPTQ instead of rounding to nearest"
+    return _candidate(known, "w4-scales", why, {"scale_search": "gptq"})
+
+
+@register_rung("small groups", order=40, models="language models")
+def small_groups(known: Known) -> Candidate | None:
+    """The smallest usual groups: a scale for fewer weights."""
+    four, groups = _of_four_bits(known), [size for size in (_row(known).groups or (128, 64, 32)) if 32 <= size <= 128]
+    if four is None or not known.loses or known.of("small groups") or len(groups) < 2:
+        return None
+    why = f"{four.name} {four.selection}; groups of {min(groups)} have a scale for fewer weights"
+    return _candidate(known, f"w4-groups{min(groups)}", why, {**_best_options(known), "group_size": min(groups)})
+
+
+@register_rung("learned rounding", order=50, models="language models")
+def learned_rounding(known: Known) -> Candidate | None:
+    """Rounding and ranges learned block by block."""
+    four = _of_four_bits(known)
+    if four is None or not known.loses or known.of("learned rounding"):
+        return None
+    why = f"{four.name} {four.selection}; autoround learns rounding and ranges block by block"
+    return _candidate(known, "w4-autoround", why, {"method": "autoround"})
+
+
+@register_rung("mixed bits", order=60, models="language models")
+def mixed_bits(known: Known) -> Candidate | None:
+    """Bits for each layer: as many as the budget allows, or as few as keep the loss."""
+    row, tried = _row(known), [step for step in known.of("mixed bits") if step.cost is not None]
+    made = [step for step in known.steps if step.cost is not None and step.cost.bits is not None]
+    if len(row.bits) < 2 or not made or len(known.of("mixed bits")) >= _MOST_MIXED:
+        return None
+    wanted = _bits_wanted(known, made)
+    low, high = min(row.bits), max(row.bits)
+    if wanted is None or not low < wanted < high:
+        return None
+    if tried and abs(float(known.recipe(tried[-1]).options["average_bits"]) - wanted) < _CLOSE:
+        return None
+    why = f"the layers that lose most get more bits, {wanted:.2f} in the mean"
+    options = {"candidate_bits": row.bits, "average_bits": round(wanted, 3)}
+    return _candidate(known, f"mixed-{wanted:.2f}", why, options)
+
+
+@register_rung("fewer bits", order=70, models="language models")
+def fewer_bits(known: Known) -> Candidate | None:
+    """3, then 2 bits, while they keep the loss or the budget asks for them."""
+    below = [bits for bits in sorted(_row(known).bits, reverse=True) if bits < 4]
+    done, four = known.of("fewer bits"), _of_four_bits(known)
+    if len(done) >= len(below) or four is None:
+        return None
+    last = done[-1] if done else four
+    if last.verdict == "too much loss" or (known.goal.prefer == "loss" and last.verdict != "over budget"):
+        return None
+    bits = below[len(done)]
+    why = f"{last.name} is {last.verdict}; {bits} bits are smaller"
+    return _candidate(known, f"w{bits}", why, {"bits": bits, "scale_search": "gptq", "group_size": _least_group(known)})
+
+
+def _candidate(known: Known, name: str, why: str, options: Mapping[str, Any]) -> Candidate:
+    chosen = {key: value for key, value in options.items() if value is not None}
+    return Candidate(name, why, LanguageRecipe(known.goal.target, chosen))
+
+
+def _row(known: Known) -> Target:
+    return TARGETS[known.goal.target]
+
+
+def _of_four_bits(known: Known) -> LadderStep | None:
+    """The first candidate of 4 bits, if it was made."""
+    return next((step for step in known.of("four bits") if step.cost is not None), None)
+
+
+def _best_options(known: Known) -> dict[str, Any]:
+    """What the better of the judged ways of 4 bits sets."""
+    steps = [step for name in ("four bits", "scales") for step in known.of(name) if step.selection is not None]
+    best = min(steps, key=lambda step: step.selection.loss if step.selection else 0.0, default=None)
+    return {} if best is None else dict(known.recipe(best).options)
+
+
+def _least_group(known: Known) -> int | None:
+    """The smaller of usual groups for very few bits; None where the target has one size only."""
+    return 64 if 64 in (_row(known).groups or (64,)) else None
+
+
+def _bits_wanted(known: Known, made: list[LadderStep]) -> float | None:
+    """The mean bits of codes that reach the budget, or lie between the last that kept the loss and the one below."""
+    scales_bits = min(step.cost.bits - _mean_bits(known, step) for step in made if step.cost and step.cost.bits)
+    if "bits" in known.goal.budget:
+        return known.goal.budget["bits"] - scales_bits - 0.01
+    if "bytes" in known.goal.budget:
+        return _bits_for_bytes(known, made)
+    within = [_mean_bits(known, step) for step in made if step.verdict == "within"]
+    beyond = [_mean_bits(known, step) for step in made if step.verdict == "too much loss"]
+    low = max((bits for bits in beyond if not within or bits < min(within)), default=None)
+    if low is None or not within or min(within) - low < 4 * _CLOSE:
+        return None
+    return (min(within) + low) / 2
+
+
+def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
+    """Bytes grow with the bits in a line, through the two candidates nearest to the limit."""
+    limit = known.goal.budget["bytes"]
+    size = limit * known.study.float_bytes if limit <= 1 else limit
+    apart = {_mean_bits(known, step): step.cost.num_bytes for step in made if step.cost}
+    if len(apart) < 2:
+        return None
+    (bits, total), (more_bits, more) = min(apart.items()), max(apart.items())
+    return bits + (size - total) * (more_bits - bits) / (more - total) - 0.01
+
+
+def _mean_bits(known: Known, step: LadderStep) -> float:
+    """Of the codes, without scales."""
+    recipe = known.recipe(step).recipe
+    return float(recipe.average_bits if recipe.is_mixed else recipe.bits)
