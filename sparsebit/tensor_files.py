@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
@@ -45,6 +48,34 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as its file describes it. `dtype`: as safetensors names it, `F16`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of a file by name; only its header is read."""
+    found = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
+                found[name] = StoredTensor(dtype, shape, math.ceil(math.prod(shape) * _num_bits(dtype) / 8))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+    return found
+
+
+def _num_bits(dtype: str) -> int:
+    """`F16`: 16, `F8_E4M3`: 8, `BOOL`: 8."""
+    digits = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 8
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

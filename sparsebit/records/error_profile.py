@@ -112,7 +112,8 @@ class ErrorProfile:
 
     `sync`: the layers' errors are those of all layers quantized together; else of each alone.
     Quantized tensors are measured on float inputs in both cases. `data`: a description of the inputs. `gains`: from
-    `QuantModel.accuracy_gains`; None if it was not requested.
+    `QuantModel.accuracy_gains`; None if it was not requested. `changed_by`: algorithms that had changed weights before:
+    errors are counted from the changed weights, which may lie on the grid already.
     """
 
     sync: bool
@@ -121,3 +122,4 @@ class ErrorProfile:
     sites: tuple[SiteError, ...] = ()
     data: str | None = None
     gains: AccuracyGains | None = None
+    changed_by: tuple[str, ...] = ()

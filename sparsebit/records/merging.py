@@ -34,7 +34,8 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
         return Merged(new, old.sections)
     fresh = RunRecord()
-    kept = old.replace(**{name: getattr(fresh, name) for name in _OF_FILE}) if _is_other_file(old, new) else old
+    of_file = (*_OF_FILE, *(["accuracy"] if old.file is not None else []))  # it includes the score of the file
+    kept = old.replace(**{name: getattr(fresh, name) for name in of_file}) if _is_other_file(old, new) else old
     dropped = tuple(name for name in old.sections if name not in kept.sections and name not in new.sections)
     lists = {
         "errors": _joined(kept.errors, new.errors, lambda profile: profile.sync),

@@ -19,6 +19,7 @@ from sparsebit.records.error_profile import ErrorProfile
 from sparsebit.records.json_form import field_types, from_plain, to_plain
 from sparsebit.records.layer_graph import GraphLayer
 from sparsebit.records.parity import ParityCheck
+from sparsebit.records.scores import ScoreFacts
 
 FORMAT = "sparsebit-record"
 # Increased with every change after which an older reader would reject a new file or misread it: a field that is added,
@@ -114,8 +115,9 @@ class RunRecord:
 
     `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
     separate section. `graph`: all layers and what each reads. `coverage`: the result after calibration, and every
-    parameter. `errors`: one profile for `sync` and one without. `parity`: one comparison for each runtime and
-    reference. `audits`: one for each runtime and number of threads. The last two are of `file`.
+    parameter. `accuracy`: of the float model, the simulation and the file. `errors`: one profile for `sync` and one
+    without. `parity`: one comparison for each runtime and reference. `audits`: one for each runtime and number of
+    threads. The last two are of `file`.
     """
 
     model: ModelFacts | None = None
@@ -125,6 +127,7 @@ class RunRecord:
     coverage: Coverage | None = None
     calibration: CalibrationFacts | None = None
     output: OutputError | None = None
+    accuracy: ScoreFacts | None = None
     errors: tuple[ErrorProfile, ...] = ()
     file: FileFacts | None = None
     parity: tuple[ParityCheck, ...] = ()

@@ -21,7 +21,7 @@ from sparsebit.report.page_data import Box, Drawing
 
 WIDTH, HEIGHT = 148, 44  # of a layer
 _GAP_X, _GAP_Y = 18, 26
-_PAD, _TITLE = 14, 26  # around the parts of a module, and above them
+_PAD, _TITLE = 14, 32  # around the parts of a module, and above them
 _ASPECT = 1.7  # width over height of a module
 _MOST_PARTS = 90  # of one module; more are put into boxes of consecutive parts
 _SWEEPS = 4
@@ -52,7 +52,7 @@ def draw(names: Sequence[str], inputs: Sequence[Sequence[int]]) -> Drawing:
     boxes: list[Box] = []
     box_of, x, y = [-1] * len(names), [0] * len(names), [0] * len(names)
     _flatten(root, (-1, 0, 0), places, boxes, (box_of, x, y))
-    return Drawing(tuple(boxes), tuple(box_of), tuple(x), tuple(y), WIDTH, HEIGHT)
+    return Drawing(tuple(boxes), tuple(box_of), tuple(x), tuple(y), WIDTH, HEIGHT, _TITLE)
 
 
 def _tree(names: Sequence[str]) -> _Group:

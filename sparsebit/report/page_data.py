@@ -34,7 +34,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Step:
-    """One rung of a ladder. `latency`, `bytes`, `macs`: shares of the float file's. `recipe`: texts by file name."""
+    """One rung of a ladder. `latency`, `bytes`, `macs`: shares of the float file's. `recipe`: texts by file name.
+
+    `bits`: of a weight of a language model, with its scales.
+    """
 
     name: str
     rung: str
@@ -48,6 +51,7 @@ class Step:
     latency: float | None = None
     bytes: float | None = None
     macs: float | None = None
+    bits: float | None = None
     parity: str = ""
     fault: str = ""
     recipe: dict[str, str] | None = None
@@ -105,6 +109,7 @@ class Layer:
     """`bits`: of the weight, else of the activation. `sqnr_db`: of the output. `ms`, `float_ms`: here and in float.
 
     `inputs`: indices of the layers whose results it reads. `why_float`: the reason if it is not computed in integers.
+    `float_bytes`: before. `kept`: the share of the weight that pruning left.
     """
 
     name: str
@@ -115,6 +120,7 @@ class Layer:
     sqnr_db: float | None = None
     bytes: int | None = None
     float_bytes: int | None = None
+    kept: float | None = None
     macs: int | None = None
     ms: float | None = None
     float_ms: float | None = None
@@ -125,6 +131,9 @@ class Layer:
     inputs: tuple[int, ...] = ()
     tensors: tuple[Tensor, ...] = ()
     causes: tuple[Cause, ...] = ()
+
+    def replace(self, **changes: Any) -> Layer:
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Boxes of modules, outer ones first; for each layer its box and its place."""
+    """Boxes of modules, outer ones first; for each layer its box and its place. `title`: the room above parts."""
 
     boxes: tuple[Box, ...]
     box_of: tuple[int, ...]
@@ -159,13 +168,14 @@ class Drawing:
     y: tuple[int, ...]
     layer_width: int
     layer_height: int
+    title: int
 
 
 @dataclass(frozen=True)
 class Run:
     """One model or file. `met`: whether it keeps the goal; None without a goal. `reproduce`: how to make it again.
 
-    `cost_name`: the share of a step that the plot shows, `latency`, `bytes` or `macs`; `max_cost`: its limit.
+    `cost_name`: what of a step the plot shows, `latency`, `bytes`, `macs` or `bits`; `max_cost`: its limit.
     """
 
     name: str

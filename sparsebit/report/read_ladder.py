@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from sparsebit.records.files import read_record
 from sparsebit.records.ladder import Cost, Judgement, Ladder, LadderGoal, LadderStep
 from sparsebit.report.page_data import Card, Run, Step, quantity
+from sparsebit.report.read_language_model import is_packed, run_of_language_model
 from sparsebit.report.read_record import run_of_record
 
+_PERCENT = ("top-1 accuracy", "same top-1 as float", "cosine to the float outputs")
+_FURTHER_CARDS = ("In integers", "Quantized layers", "Output SQNR", "Bits of a weight")
 LADDER, RECORD = "ladder.json", "record.json"
-_UNITS = {"latency": "ms", "bytes": "bytes", "macs": "multiplications"}
+_UNITS = {"latency": " ms", "bytes": " bytes", "macs": " multiplications", "bits": " a weight"}
+_PACKED = "model"  # the folder of a candidate's packed language model, in the candidate's own folder
 
 
 def run_of_folder(folder: Path, ladder: Ladder) -> Run:
     """The run with the record of its best file, if that has been written."""
-    run = run_of_ladder(ladder, folder.name)
-    if not (folder / RECORD).exists():
+    run = run_of_ladder(ladder, folder.resolve().name)
+    best = _best(folder, ladder)
+    if best is None:
         return run
-    best = run_of_record(read_record(folder / RECORD), folder.name)
-    rest = tuple(card for card in best.cards if card.label in ("In integers", "Quantized layers", "Output SQNR"))
+    shown = {card.label for card in run.cards}
+    rest = tuple(card for card in best.cards if card.label in _FURTHER_CARDS and card.label not in shown)
     return run.replace(
         kind=best.kind,
         cards=(*run.cards, *rest),
@@ -29,6 +36,14 @@ def run_of_folder(folder: Path, ladder: Ladder) -> Run:
         tables=best.tables,
         notes=(*run.notes, *best.notes),
     )
+
+
+def _best(folder: Path, ladder: Ladder) -> Run | None:
+    """The run of the best candidate alone."""
+    if (folder / RECORD).exists():
+        return run_of_record(read_record(folder / RECORD), folder.resolve().name)
+    packed = folder / ladder.step(ladder.best).folder / _PACKED if ladder.best else folder
+    return run_of_language_model(packed) if is_packed(packed) else None
 
 
 def run_of_ladder(ladder: Ladder, name: str) -> Run:
@@ -40,25 +55,48 @@ def run_of_ladder(ladder: Ladder, name: str) -> Run:
         name=name,
         kind=f"search for {ladder.goal.target}",
         cards=tuple(_cards(ladder, best)),
-        goal=goal_words(ladder.goal),
-        met=ladder.met,
+        goal=goal_words(ladder.goal, _unit(ladder)),
+        met=ladder.met if ladder.met or ladder.finished else None,
         reason=ladder.reason or ("the search has not finished" if not ladder.finished else ""),
         reproduce=ladder.reproduce,
         steps=tuple(_step(ladder, step) for step in ladder.steps),
         cost_name=cost_name,
         max_loss=ladder.goal.max_loss,
-        max_cost=limit if limit is not None and limit <= 1 else None,
+        max_cost=_limit_of_plot(ladder, cost_name, limit),
         notes=(_time_words(ladder),),
     )
 
 
-def goal_words(goal: LadderGoal) -> str:
-    """The goal in a sentence."""
-    parts = [f"at most {goal.max_loss:g} lost of {goal.metric}"] if goal.max_loss is not None else []
+def _limit_of_plot(ladder: Ladder, name: str, limit: float | None) -> float | None:
+    """The budget on the axis of the plot: a share of the float file's amount, or bits."""
+    plain = ladder.float_cost
+    if limit is None or limit <= 1 or name == "bits":
+        return limit
+    whole = (
+        None if plain is None else {"latency": plain.milliseconds, "bytes": plain.num_bytes, "macs": plain.macs}[name]
+    )
+    return limit / whole if whole else None
+
+
+def _unit(ladder: Ladder) -> str:
+    """Of the metric, which only judgements know."""
+    return next((judged.unit for step in ladder.steps if (judged := step.final or step.selection) is not None), "")
+
+
+def goal_words(goal: LadderGoal, unit: str = "") -> str:
+    """The goal in a sentence. `unit`: of the metric."""
+    amount = unit if goal.metric in unit else f"{unit} of {goal.metric}".lstrip()
+    parts = [f"at most {goal.max_loss:g} {amount} lost"] if goal.max_loss is not None else []
     for name, limit in goal.budget.items():
-        parts.append(f"{name} at most {limit:g}{' of the float file' if limit <= 1 else ' ' + _UNITS[name]}")
+        parts.append(f"{name} at most {_amount(name, limit)}")
     wanted = "most accurate" if goal.prefer == "loss" else {"latency": "fastest"}.get(goal.prefer, "smallest")
     return f"the {wanted} file for {goal.target} with {' and '.join(parts)}" if parts else f"the {wanted} file"
+
+
+def _amount(name: str, limit: float) -> str:
+    if limit <= 1:
+        return f"{100 * limit:g} % of the float file's"
+    return quantity(limit) if name == "bytes" else f"{limit:g}{_UNITS[name]}"
 
 
 def _cost_name(goal: LadderGoal, steps: tuple[LadderStep, ...]) -> str:
@@ -82,13 +120,21 @@ def _step(ladder: Ladder, step: LadderStep) -> Step:
         None if judged is None else judged.num_samples,
         None if cost is None else cost.latency,
         None if cost is None else cost.bytes_ratio,
-        None if cost is None else cost.macs_ratio,
+        None if cost is None or not _counts_macs(ladder) else cost.macs_ratio,
+        None if cost is None else cost.bits,
         step.parity,
         step.fault,
         _recipe(step),
         step.name == ladder.best,
         step.name in ladder.pareto,
     )
+
+
+def _counts_macs(ladder: Ladder) -> bool:
+    """Whether multiplications are part of the goal, or any candidate has fewer."""
+    goal = ladder.goal
+    asked = "macs" in goal.budget or goal.prefer == "macs"
+    return asked or any(step.cost is not None and step.cost.macs_ratio < 1 for step in ladder.steps)
 
 
 def _recipe(step: LadderStep) -> dict[str, str]:
@@ -99,7 +145,20 @@ def _recipe(step: LadderStep) -> dict[str, str]:
         value = step.recipe.get(key)
         if value:
             found[file] = value if isinstance(value, str) else json.dumps(_short(value), indent=1)
+    if "target" in step.recipe:
+        found["recipe"] = _call_words(step.recipe)
     return found
+
+
+def _call_words(recipe: dict[str, Any]) -> str:
+    """Of a language model: the call that makes its recipe."""
+    options = recipe.get("options") or {}
+    given = [repr(recipe["target"]), *(f"{name}={_python(value)}" for name, value in options.items())]
+    return f"sparsebit.llm.recipe_for({', '.join(given)})"
+
+
+def _python(value: object) -> str:
+    return repr(tuple(value) if isinstance(value, list) else value)
 
 
 def _short(value: object) -> object:
@@ -123,12 +182,24 @@ def _cards(ladder: Ladder, best: LadderStep | None) -> list[Card]:
 
 def _accuracy_card(judged: Judgement, ladder: Ladder, *, is_final: bool) -> Card:
     bound = "" if judged.bound is None else f" ± {judged.bound:.2g}"
-    unseen = " that the selection never saw" if is_final else ""
-    note = f"loses {judged.loss:.2f}{bound} {judged.unit} on {judged.num_samples} samples{unseen}"
+    unseen = " that had no influence on the choice" if is_final else ""
+    change = "better" if judged.loss < 0 else "lost"
+    note = f"{abs(judged.loss):.2f}{bound} {judged.unit} {change}, on {judged.num_samples} samples{unseen}"
     allowed = ladder.goal.max_loss
-    is_good = None if allowed is None else judged.loss <= allowed + (judged.bound or 0.0)
-    name = judged.metric[:1].upper() + judged.metric[1:]
-    return Card(name, f"{judged.score:.2f}", f"{judged.float_score:.2f}", None, is_good, note)
+    # The final judgement is on few new samples: within its bound, the goal counts as kept, as in the search.
+    is_good = None if allowed is None else judged.loss <= allowed + (judged.bound or 0.0 if is_final else 0.0)
+    return Card(*_score_words(judged), None, is_good, note)
+
+
+def _score_words(judged: Judgement) -> tuple[str, str, str]:
+    """The name, the score and the float model's score, in the unit that readers know."""
+    name, scores = judged.metric[:1].upper() + judged.metric[1:], (judged.score, judged.float_score)
+    if judged.metric == "perplexity":  # the scores are log-likelihoods in hundredths of a nat
+        return name, f"{math.exp(-scores[0] / 100):.2f}", f"{math.exp(-scores[1] / 100):.2f}"
+    if judged.unit == "hundredths of a nat":
+        return name, f"{-scores[0] / 100:.4f} nats", ""
+    unit = " %" if judged.metric in _PERCENT else ""
+    return name, f"{judged.score:.2f}{unit}", f"{judged.float_score:.2f}{unit}"
 
 
 def _cost_cards(cost: Cost, ladder: Ladder) -> list[Card]:
@@ -142,6 +213,10 @@ def _cost_cards(cost: Cost, ladder: Ladder) -> list[Card]:
     before = "" if plain is None else quantity(plain.num_bytes)
     good = _keeps(budget.get("bytes"), cost.bytes_ratio, cost.num_bytes)
     cards.append(Card("Size of the file", quantity(cost.num_bytes), before, cost.bytes_ratio, good))
+    if cost.bits is not None:
+        before = "" if plain is None or plain.bits is None else f"{plain.bits:.3g}"
+        good = _keeps(budget.get("bits"), None, cost.bits)
+        cards.append(Card("Bits of a weight", f"{cost.bits:.2f}", before, None, good, "with scales"))
     if cost.macs_ratio < 1 or "macs" in budget:
         before = "" if plain is None else quantity(plain.macs, ("", "k", "M", "G"))
         good = _keeps(budget.get("macs"), cost.macs_ratio, cost.macs)

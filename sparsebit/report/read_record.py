@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparsebit.records.audit import Audit
 from sparsebit.records.run_record import RunRecord
+from sparsebit.records.scores import ScoreFacts
 from sparsebit.report.layout import draw
 from sparsebit.report.page_data import EXACT_DB, Card, Run, Table, decibels, quantity
 from sparsebit.report.record_layers import layers_of
@@ -33,11 +34,11 @@ def _main_audit(audits: tuple[Audit, ...]) -> Audit | None:
 
 
 def _cards(record: RunRecord, audit: Audit | None) -> list[Card]:
-    cards = []
+    cards = [] if record.accuracy is None else [score_card(record.accuracy)]
     if record.output is not None:
         note = f"against float, on {record.output.num_samples} samples"
         cards.append(Card("Output SQNR", _db_words(record.output.sqnr_db), note=note))
-    elif record.parity and (noise := record.parity[0].parity.worst.noise_db) is not None:
+    elif record.parity and (noise := record.parity[0].parity.worst.noise_db) is not None and not _changed_by(record):
         cards.append(Card("Output SQNR", _db_words(noise), note="against float"))
     if audit is not None and audit.ratio is not None:
         one, two = audit.latency["float"], audit.latency["quantized"]
@@ -56,6 +57,27 @@ def _cards(record: RunRecord, audit: Audit | None) -> list[Card]:
         shown = f"{coverage.num_weighted_quantized} of {coverage.num_weighted}"
         cards.append(Card("Quantized layers", shown, share=coverage.weighted_fraction, note="layers with weights"))
     return cards
+
+
+def _changed_by(record: RunRecord) -> str:
+    """The algorithms that changed weights before errors were measured."""
+    return ", ".join(dict.fromkeys(name for profile in record.errors for name in profile.changed_by))
+
+
+def score_card(found: ScoreFacts) -> Card:
+    """The last score, which is of the file if it was scored, before it the first one, of the float model."""
+    first, last = found.models[0], found.models[-1]
+    unit = f" {found.unit}" if found.unit else ""
+    digits = ".2f" if found.unit else ".5g"
+    label = found.metric[:1].upper() + found.metric[1:]
+    parts = [] if last is first else [f"of the {last.name}"]
+    if last.difference is not None:
+        bound = "" if last.margin is None else f" ± {last.margin:.2f}"
+        parts.append(f"{last.difference:+.2f}{bound} points")
+    if found.num_samples is not None:
+        parts.append(f"on {found.num_samples:,} samples")
+    before = "" if last is first else f"{first.score:{digits}}{unit}"
+    return Card(label, f"{last.score:{digits}}{unit}", before, note=", ".join([*parts, *filter(None, [found.note])]))
 
 
 def _db_words(value: float) -> str:
@@ -116,6 +138,8 @@ def _tables(record: RunRecord) -> list[Table]:
 
 def _notes(record: RunRecord) -> list[str]:
     notes = [] if record.coverage is None else list(record.coverage.notes)
+    if changed := _changed_by(record):
+        notes.append(f"errors are counted from the weights that algorithms have changed ({changed}), not from float")
     if record.calibration is not None:
         data = f" ({record.calibration.data})" if record.calibration.data else ""
         notes.append(f"calibrated on {record.calibration.num_samples} samples{data}")

@@ -5,78 +5,50 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from sparsebit.errors import RecordError
 from sparsebit.records.ladder import FORMAT as LADDER_FORMAT
 from sparsebit.records.ladder import Ladder
 from sparsebit.records.run_record import FORMAT as RECORD_FORMAT
 from sparsebit.records.run_record import RunRecord
+from sparsebit.report.json_files import ALLOWED, read_json, read_text
 from sparsebit.report.page_data import Run
 from sparsebit.report.read_ladder import LADDER, RECORD, run_of_folder, run_of_ladder
 from sparsebit.report.read_language_model import CONFIG, is_packed, run_of_language_model
 from sparsebit.report.read_pruned import CHANNELS, run_of_pruned
 from sparsebit.report.read_record import run_of_record
 
-_ALLOWED = (
-    "the folder of `sparsebit compress`, a record (--record FILE), a pruned model's folder, "
-    "or the folder of a quantized language model"
-)
-
 
 def read_run(path: str | os.PathLike[str]) -> Run:
     """The run of a folder or of a record file; a RecordError names what is wrong and what is allowed."""
     place = Path(path).expanduser()
     if not place.exists():
-        raise RecordError(f"{path} does not exist; give {_ALLOWED}")
+        raise RecordError(f"{path} does not exist; give {ALLOWED}")
     if not place.is_dir():
         return _run_of_file(place)
     if (place / LADDER).exists():
-        return run_of_folder(place, Ladder.from_json(_text(place / LADDER), str(place / LADDER)))
+        return run_of_folder(place, Ladder.from_json(read_text(place / LADDER), str(place / LADDER)))
     if (place / RECORD).exists():
         return _run_of_file(place / RECORD, place.resolve().name)
     if (place / CHANNELS).exists():
         return run_of_pruned(place, read_json(place / CHANNELS))
     if (place / CONFIG).exists():
-        config = read_json(place / CONFIG)
-        if is_packed(config):
-            return run_of_language_model(place, config)
-        raise RecordError(f"{place / CONFIG} has no quantization_config of a packed model; give {_ALLOWED}")
+        if is_packed(place):
+            return run_of_language_model(place)
+        raise RecordError(f"{place / CONFIG} has no quantization_config of a packed model; give {ALLOWED}")
     names = ", ".join(sorted(entry.name for entry in place.iterdir())[:4])
-    raise RecordError(f"{path} holds {names or 'nothing'}, and no record; give {_ALLOWED}")
+    raise RecordError(f"{path} holds {names or 'nothing'}, and no record; give {ALLOWED}")
 
 
 def _run_of_file(file: Path, name: str = "") -> Run:
-    text = _text(file)
+    text = read_text(file)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{file} is damaged: {str(error) or 'nested too deeply'}; give {_ALLOWED}") from None
+        raise RecordError(f"{file} is damaged: {str(error) or 'nested too deeply'}; give {ALLOWED}") from None
     kind = values.get("format") if isinstance(values, dict) else None
     if kind == LADDER_FORMAT:
         return run_of_ladder(Ladder.from_json(text, str(file)), name or file.resolve().parent.name)
     if kind != RECORD_FORMAT:
-        raise RecordError(f"{file} is not a record of Sparsebit; give {_ALLOWED}")
+        raise RecordError(f"{file} is not a record of Sparsebit; give {ALLOWED}")
     return run_of_record(RunRecord.from_json(text, str(file)), name or file.stem)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """An object from a file; a RecordError for anything else."""
-    try:
-        values = json.loads(_text(file))
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{file} is damaged: {str(error) or 'nested too deeply'}; make the folder again") from None
-    if not isinstance(values, dict):
-        raise RecordError(
-            f"{file} is damaged: it holds a {type(values).__name__}, not an object; make the folder again"
-        )
-    return values
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{file} is damaged, or not a text file: {error}; give {_ALLOWED}") from None
-    except OSError as error:
-        raise RecordError(f"{file} cannot be read: {error.strerror}") from None

@@ -7,6 +7,7 @@ are left if there are as many of one kind of op, in order.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,7 @@ class _Layers:
                 macs=node.macs,
                 ms=node.ms,
                 float_ms=node.float_ms,
-                shape=" x ".join(map(str, node.shape)),
+                shape=" x ".join(str(size or "N") for size in node.shape),
                 bytes=node.num_bytes,
                 bits=node.weight_bits,
             )
@@ -152,14 +153,21 @@ def _add_errors(found: _Layers, profile: ErrorProfile, record: RunRecord) -> Non
         match = _ROLE.match(error.layer)
         name = error.layer if error.layer in found.by_name or match is None else match[1]
         found.add(name)
-        if found.by_name[name].sqnr_db is None or name == error.layer:
+        if (found.by_name[name].sqnr_db is None or name == error.layer) and _tells(error.sqnr_db, profile):
             found.change(name, sqnr_db=decibels(error.sqnr_db))
     for site in profile.sites:
         match = _ROLE.match(site.site)
         name, role = (match[1], match[2]) if match else (site.site, "input")
         found.add(name)
         known = found.tensors[name].get(role)
-        found.tensors[name][role] = _tensor(role, site, "" if known is None else known.observer)
+        made = _tensor(role, site, "" if known is None else known.observer)
+        is_rounded = site.target == "weight" and bool(profile.changed_by)
+        found.tensors[name][role] = replace(made, sqnr_db=None) if is_rounded else made
+
+
+def _tells(sqnr_db: float, profile: ErrorProfile) -> bool:
+    """Whether the error is one of quantization: weights that an algorithm has put on the grid lose nothing more."""
+    return not (profile.changed_by and sqnr_db == math.inf)
 
 
 def _tensor(role: str, site: SiteError, observer: str) -> Tensor:

@@ -47,22 +47,25 @@ def _steps(run: Run) -> Table:
     for step in run.steps:
         loss = "" if step.loss is None else f"{step.loss:.2f}" + ("" if step.bound is None else f" ± {step.bound:.2f}")
         shares = ["" if share is None else f"{share:.3f}" for share in (step.latency, step.bytes, step.macs)]
+        shares.append("" if step.bits is None else f"{step.bits:.2f}")
         mark = "*" if step.is_best else ""
         rows.append((mark, step.name, step.fault or step.verdict, loss, *shares, f"{step.seconds:.0f} s"))
-    columns = ("", "step", "result", "loss", "time", "bytes", "MACs", "took")
+    columns = ("", "step", "result", "loss", "time", "bytes", "MACs", "bits", "took")
     return _table(columns, rows, columns[3:])
 
 
 def _layers(run: Run) -> Table:
-    """The layers with the largest errors, else those that are in float, else those that take the most time."""
+    """The layers with the largest errors, else the most pruned, else those in float, else the slowest."""
     worst = sorted((one for one in run.layers if one.sqnr_db is not None), key=_sqnr)
     floats = [one for one in run.layers if one.why_float]
     slow = sorted((one for one in run.layers if one.ms is not None), key=lambda one: -(one.ms or 0.0))
-    found = worst or floats or slow or list(run.layers)
+    cut = sorted((one for one in run.layers if one.kept is not None), key=lambda one: one.kept or 0.0)
+    found = worst or cut or floats or slow or list(run.layers)
     rows = [_row(layer) for layer in found[:MOST_LAYERS]]
     if len(run.layers) > len(rows):
-        rows.append((f"... of {len(run.layers)} layers", "", "", "", "", "", ""))
-    return _table(("layer", "in", "bits", "SQNR", "time", "bytes", "cause"), rows, ("bits", "SQNR", "time", "bytes"))
+        rows.append((f"... of {len(run.layers)} layers", *[""] * 7))
+    columns = ("layer", "in", "bits", "stays", "SQNR", "time", "bytes", "cause")
+    return _table(columns, rows, columns[2:7])
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
@@ -70,7 +73,8 @@ def _row(layer: Layer) -> tuple[str, ...]:
     time = "" if layer.ms is None else f"{layer.ms:.3g} ms"
     size = "" if layer.bytes is None else quantity(layer.bytes)
     bits = "" if layer.bits is None else f"{layer.bits:.3g}"
-    return layer.name, layer.arithmetic, bits, sqnr, time, size, layer.causes[0].text if layer.causes else ""
+    stays = "" if layer.kept is None else f"{100 * layer.kept:.3g} %"
+    return layer.name, layer.arithmetic, bits, stays, sqnr, time, size, layer.causes[0].text if layer.causes else ""
 
 
 def _sqnr(layer: Layer) -> float:

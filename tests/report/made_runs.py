@@ -123,6 +123,27 @@ LADDER = Ladder(
 )
 
 
+def language_step(name: str, size: float, loss: float, **options: object) -> LadderStep:
+    cost = Cost(round(4e6 * size), size / 16, 0, 1.0, bits=size)
+    found = Judgement("perplexity", "% of perplexity", 64, -350.0, -350.0 - loss, loss, 0.1, True)
+    verdict = "within" if loss <= 1 else "too much loss"
+    recipe = {"target": "transformers", "options": options}
+    return LadderStep(name, "four bits", "fewer bytes", verdict, 30.0, name, recipe, cost, found)  # type: ignore[arg-type]
+
+
+LANGUAGE_LADDER = LADDER.replace(
+    goal=LadderGoal("transformers", "perplexity", 1.0, {}, "bits", 20.0),
+    float_cost=Cost(64_000_000, 1.0, 0, 1.0, bits=16.0),
+    steps=(
+        language_step("01-w8", 8.2, 0.02, method="rtn", bits=8),
+        language_step("02-w4-gptq", 4.2, 0.9, candidate_bits=[3, 4]),
+        language_step("03-w3", 3.2, 12.0, bits=3),
+    ),
+    best="02-w4-gptq",
+    pareto=("03-w3", "02-w4-gptq", "01-w8"),
+)
+
+
 def large_run(num_layers: int, *, is_flat: bool = False, name: str = "large") -> Run:
     """A network of residual blocks with four layers each, in stages of six blocks."""
     layers = []

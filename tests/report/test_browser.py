@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,59 +10,11 @@ from urllib.parse import quote
 
 import pytest
 
-from sparsebit.report import write_page
 from sparsebit.report.page_data import Run
 from sparsebit.report.read_ladder import run_of_ladder
 from sparsebit.report.read_record import run_of_record
-from tests.report.made_runs import HOSTILE, LADDER, RECORD, large_run
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here (apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-class Opened:
-    """A page in the browser; console messages, errors, requests and dialogs are faults."""
-
-    def __init__(self, browser: Any, file: Path, fragment: str = "", **options: Any) -> None:
-        self.page = browser.new_page(**{"viewport": {"width": 1300, "height": 900}, **options})
-        self.page.set_default_timeout(5000)
-        self.faults: list[str] = []
-        self.page.on("console", lambda message: self.faults.append(message.text))
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.faults.append("dialog") or dialog.dismiss())
-        self.page.on("request", lambda request: request.url.startswith("file://") or self.faults.append(request.url))
-        self.page.goto(f"{file.as_uri()}{fragment}")
-        self.page.wait_for_selector("#run > section, #run:empty", state="attached")
-
-    def texts(self, selector: str) -> list[str]:
-        return [str(text) for text in self.page.locator(selector).all_inner_texts()]
-
-    def is_as_wide_as_the_window(self) -> bool:
-        return bool(self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
-
-
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    made: list[Opened] = []
-
-    def open_(*runs: Run, fragment: str = "", **options: Any) -> Opened:
-        made.append(Opened(browser, write_page(tmp_path / "page.html", runs), fragment, **options))
-        return made[-1]
-
-    yield open_
-    faults = [fault for one in made for fault in one.faults]
-    for one in made:
-        one.page.close()
-    assert faults == []
+from tests.report.conftest import Opened
+from tests.report.made_runs import HOSTILE, LADDER, LANGUAGE_LADDER, RECORD, large_run
 
 
 def net(name: str = "net") -> Run:
@@ -298,3 +248,57 @@ def test_print_shows_whole_tables(opened: Any) -> None:
     page.page.emulate_media(media="print")
     assert page.page.evaluate("getComputedStyle(document.querySelector('.scroll')).maxHeight") == "none"
     assert not page.page.locator("#theme").is_visible() and json.dumps(page.texts("h2"))
+
+
+def test_a_language_model_has_bits_and_no_times(opened: Any) -> None:
+    page = opened(run_of_ladder(LANGUAGE_LADDER, "llama"))
+    heads = page.texts("#ladder th")
+    assert "bits" in heads and "loss, % of perplexity" in heads and "time" not in heads and "MACs" not in heads
+    assert (
+        "bits of a weight" in page.page.locator("#ladder .plot text").all_text_contents()
+        and page.page.locator(".point[data-step]").count() == 3
+    )
+    page.page.locator('.point[data-step="03-w3"]').click()
+    assert "recipe_for('transformers', bits=3)" in page.page.locator("#step pre").inner_text()
+
+
+def test_a_single_step_has_no_plot(opened: Any) -> None:
+    page = opened(run_of_ladder(LANGUAGE_LADDER.replace(steps=LANGUAGE_LADDER.steps[1:2]), "llama"))
+    assert page.page.locator(".point").count() == 0 and "02-w4-gptq" in page.page.locator("#step").inner_text()
+    assert "1 row" in page.page.locator("#ladder").inner_text()
+
+
+def test_what_pruning_left_is_a_colour(opened: Any) -> None:
+    layers = tuple(replace(one, kept=0.1 if place % 2 else 1.0, sqnr_db=None) for place, one in enumerate(net().layers))
+    page = opened(net().replace(layers=layers))
+    assert page.texts('#graph [aria-pressed="true"]') == ["What stays"]
+    levels = [
+        page.page.locator(f'rect[data-name="{name}"]').get_attribute("class") for name in ("stem.conv", "stem.relu")
+    ]
+    assert "l0" in levels[0].split() and "l6" in levels[1].split()
+    page.page.locator("#layers tbody tr").nth(1).click()
+    assert "weight that stays" in page.page.locator("#details").inner_text()
+
+
+def test_further_tables_open_by_a_click_by_key_and_for_printing(opened: Any) -> None:
+    page = opened(net())
+    summary = page.page.locator("summary", has_text="Parameters in float")
+    assert page.page.locator("details table").count() == 0
+    summary.focus()
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_selector("details table")
+    assert "stem.conv.bias" in page.page.locator("details[open]").inner_text()
+    page.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.page.wait_for_function(
+        "document.querySelectorAll('details table').length === document.querySelectorAll('details').length"
+    )
+
+
+@pytest.mark.parametrize("num_layers", [0, 1000])
+def test_the_size_of_the_page(opened: Any, tmp_path: Path, num_layers: int) -> None:
+    """At most 400 kB and 1 kB a layer, with all that a record may hold of a layer."""
+    layers = large_run(num_layers).layers
+    tensors = next(layer.tensors for layer in net().layers if layer.name == "stem.conv")
+    full = tuple(replace(layer, tensors=tensors, causes=net().layers[0].causes) for layer in layers)
+    opened(net().replace(layers=full, drawing=large_run(num_layers).drawing if num_layers else None))
+    assert (tmp_path / "page.html").stat().st_size <= 400_000 + 1000 * num_layers

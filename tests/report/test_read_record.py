@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparsebit.records.run_record import RunRecord
+from sparsebit.records.scores import ModelScore, ScoreFacts
 from sparsebit.report.read_record import run_of_record
-from tests.report.made_runs import AUDIT, GRAPH, RECORD
+from tests.report.made_runs import AUDIT, ERRORS, GRAPH, RECORD
 
 
 def test_cards_before_and_after() -> None:
@@ -37,3 +40,20 @@ def test_the_graph_is_drawn_and_facts_are_tables() -> None:
     assert titles["Parameters in float"].rows[0][0] == "stem.conv.bias"
     assert titles["Comparison of the file with its reference"].rows[0][3] == "exact"
     assert any("a CPU" in note for note in run.notes)
+
+
+def test_accuracy_is_the_first_number() -> None:
+    scores = (ModelScore("float", 92.0), ModelScore("simulation", 91.5), ModelScore("file", 91.4, -0.6, 0.5))
+    record = RECORD.replace(accuracy=ScoreFacts("top-1 accuracy", "%", scores, 1000, note="a note"))
+    card = run_of_record(record, "net").cards[0]
+    assert (card.label, card.value, card.before) == ("Top-1 accuracy", "91.40 %", "92.00 %")
+    assert card.note == "of the file, -0.60 ± 0.50 points, on 1,000 samples, a note"
+    own = ScoreFacts("mine:score", "", (ModelScore("float", 0.123456789),))
+    assert run_of_record(RECORD.replace(accuracy=own), "net").cards[0].value == "0.12346"
+
+
+def test_the_noise_of_weights_that_an_algorithm_changed_is_not_shown_as_that_of_the_model() -> None:
+    changed = RECORD.replace(errors=(replace(ERRORS, changed_by=("gptq",)),))
+    run = run_of_record(changed, "net")
+    assert "Output SQNR" not in [card.label for card in run.cards]
+    assert "errors are counted from the weights that algorithms have changed (gptq), not from float" in run.notes

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from sparsebit.records.run_record import RunRecord
-from sparsebit.report.page_data import Layer
+from sparsebit.report.page_data import EXACT_DB, Layer
 from sparsebit.report.record_layers import layers_of
 from tests.report.made_runs import AUDIT, COVERAGE, ERRORS, GRAPH, HOSTILE, RECORD, layer_run
 
@@ -56,3 +57,14 @@ def test_errors_of_layers_alone_count_before_those_together() -> None:
     together = replace(ERRORS, sync=True, layers=(replace(ERRORS.layers[0], sqnr_db=1.0),), sites=())
     for order in ((ERRORS, together), (together, ERRORS)):
         assert found(RECORD.replace(errors=order))["block.conv2"].sqnr_db == 9.0
+
+
+def test_weights_that_an_algorithm_put_on_the_grid_are_not_called_exact() -> None:
+    exact = replace(ERRORS.layers[0], sqnr_db=math.inf)
+    changed = replace(ERRORS, layers=(exact, *ERRORS.layers[1:]), changed_by=("gptq",))
+    layers = found(RECORD.replace(errors=(changed,)))
+    assert layers["block.conv2"].sqnr_db is None and layers["block.conv1"].sqnr_db == 24.0
+    sqnrs = {tensor.role: tensor.sqnr_db for tensor in layers["stem.conv"].tensors}
+    assert sqnrs == {"input": 45.0, "weight": None}
+    kept = found(RECORD.replace(errors=(replace(changed, changed_by=()),)))
+    assert kept["block.conv2"].sqnr_db == EXACT_DB

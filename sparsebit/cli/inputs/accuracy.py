@@ -14,6 +14,7 @@ from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.numerics.intervals import difference_margin, share_interval
 from sparsebit.quantization.inspecting.class_scores import LABELS
+from sparsebit.records.scores import ModelScore, ScoreFacts
 
 Predictor = Callable[..., Any]
 
@@ -56,6 +57,15 @@ class Accuracy:
             values |= {"changed": one.changed, "lost": one.lost, "gained": one.gained}
         return values
 
+    def facts(self) -> ScoreFacts:
+        """For a record, in percent."""
+        values = {one.name: self._values(one) for one in self.models}
+        scores = tuple(
+            ModelScore(name, 100 * found["score"], *(_percent(found.get(key)) for key in ("difference", "margin")))
+            for name, found in values.items()
+        )
+        return ScoreFacts(self.metric, "%", scores, self.num_samples, self.data, self.note)
+
     def __str__(self) -> str:
         lines = [f"{self.metric} on {self.num_samples:,} samples ({self.data})"]
         lines += [f"{one.name} {self._shown(one)}" for one in self.models]
@@ -85,8 +95,16 @@ class Scores:
     def to_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, **{name: {"score": score} for name, score in self.models.items()}}
 
+    def facts(self) -> ScoreFacts:
+        """For a record."""
+        return ScoreFacts(self.metric, "", tuple(ModelScore(name, score) for name, score in self.models.items()))
+
     def __str__(self) -> str:
         return "\n".join([self.metric, *(f"{name} {score:.6g}" for name, score in self.models.items())])
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 class NoScores(LoadingError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from sparsebit.cli.llm import options as llm_options
 from sparsebit.cli.option_groups import Given, SpeakingOptions, argument, grouped, option
 from sparsebit.cli.outputs.output import facts_table, kilobytes, speaking
 from sparsebit.cli.outputs.output_names import check_folder_name
+from sparsebit.folders import replace_text
 from sparsebit.llm.recipe import Calibration, Recipe
+from sparsebit.records.model_folders import PERPLEXITY_FILE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,6 +136,7 @@ def quantize(
         made = run(folder, text.output, chosen, calibration, **how.arguments())
         if kept_back is not None:
             measured = _heldout_perplexities(folder, made.folder, kept_back, how)
+            replace_text(made.folder / PERPLEXITY_FILE, json.dumps(measured, indent=1) + "\n")
         if is_first:
             facts = {**_facts(made), "perplexity": _heldout_words(measured), "next": _next(how.target, made)}
             tables = [*_allocation_table(made.allocation), *_experts_table(made.experts), facts_table(facts)]
@@ -151,7 +155,6 @@ def _format(recipe: Recipe) -> str:
 
 
 def _record(made: QuantizedModel) -> dict[str, Any]:
-    import json
     from dataclasses import asdict
 
     return {

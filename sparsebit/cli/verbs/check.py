@@ -63,9 +63,10 @@ def check(asked: CheckOptions, out: Output, recorded: Recording) -> None:
         checked = ParityCheck(parity, fault or None, description, first)
         how: Any = {"run": recorded.run, "warnings": recorded.warnings}
         if qmodel is None:
-            recorded.write(file_record(file, checked, **how))
+            made = file_record(file, checked, **how)
         else:
-            recorded.write(record_of(qmodel, checked, name=asked.net.model, file=file, **how))
+            made = record_of(qmodel, checked, name=asked.net.model, file=file, **how)
+        recorded.write(made.replace(accuracy=accuracy and accuracy.facts()))
     out.result(record, _verdict(found), *([str(accuracy)] if accuracy else []), details=[_table(parity)])
     if fault:
         raise DeploymentError(f"{file}: {fault}")

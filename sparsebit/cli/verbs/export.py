@@ -77,7 +77,8 @@ def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
     accuracy = None if test is None else test.run({**models, **(scored_file(done.file, net) if scores_file else {})})
     if recorded:
         words = batches.description if is_checked else None
-        recorded.write(_record(asked.net.model, net, qmodel, done, words, recorded))
+        made = _record(asked.net.model, net, qmodel, done, words, recorded)
+        recorded.write(made.replace(accuracy=accuracy and accuracy.facts()))
     record = {
         "model": asked.net.model,
         "weights": weights_source(asked.net.model, asked.net.weights, folder),

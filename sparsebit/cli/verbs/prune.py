@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from sparsebit.cli.inputs.accuracy import Accuracy, Scores
 from sparsebit.cli.inputs.calibrated_model import load_subject
 from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.first_batch import FirstBatch
@@ -18,10 +19,13 @@ from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import PruneOptions
 from sparsebit.cli.verbs.search import read_budgets
 from sparsebit.errors import ConfigError
+from sparsebit.records.model_folders import PrunedModel, PrunedSize
 from sparsebit.sparse import ModelSize, RatioChoice, SparseConfig, SparseModel, model_size, parse_sconfig, save
-from sparsebit.sparse.budgets.measured_time import measured_time
+from sparsebit.sparse.budgets.latency_table import RUNTIME
+from sparsebit.sparse.budgets.measured_time import MeasuredTime, measured_time
 from sparsebit.sparse.budgets.ratio_search import KERNEL_WIDTHS
 from sparsebit.sparse.shrinking.pruned_folder import checked_folder
+from sparsebit.sparse.shrinking.pruned_layers import float_graph, pruned_layers
 
 
 def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
@@ -45,12 +49,15 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
     small = smodel.shrink(round_to)
     sizes = model_size(net, smodel.example_batch), model_size(small, smodel.example_batch)
     sqnr = None if first is None else first.sqnr_db(small, sconfig.DEVICE)
-    save(small, output)
     models = {"dense": (net, "cpu"), "pruned": (small, sconfig.DEVICE)}
     accuracy = None if test is None else test.run(models, calibrated=True)
     latency = chosen and chosen.latency
     time = measured_time(net, small, smodel.example_batch)
     notes = [] if sconfig.SPARSER.is_of_blocks else list(smodel.groups.notes)  # the limits of the proof of the channels
+    layers, graph = pruned_layers(net, small), float_graph(small, smodel.example_batch)
+    before, after = map(_size, sizes)
+    measured = PrunedModel(name, before, after, layers, graph, output_sqnr_db=sqnr, notes=tuple(notes))
+    save(small, output, measured=_with_results(measured, time, accuracy))
     record = {
         "model": name,
         "weights": weights_source(asked.net.model, asked.net.weights),
@@ -80,6 +87,17 @@ def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
     net_again, data_again = retyped(asked.net, without=["weights"]), retyped(asked.how, asked.scored)
     words = ["sparsebit quantize", net_again, f"-w {output} -d {data or 'SOURCE'}", data_again, "-o FILE.onnx"]
     out.next_steps(" ".join(filter(None, words)))
+
+
+def _size(size: ModelSize) -> PrunedSize:
+    return PrunedSize(size.macs, size.parameters, size.bytes)
+
+
+def _with_results(found: PrunedModel, time: MeasuredTime, accuracy: Accuracy | Scores | None) -> PrunedModel:
+    if time.dense_ms is not None and time.small_ms is not None:
+        both = (time.dense_ms, time.small_ms)
+        found = replace(found, runtime=RUNTIME, milliseconds=both, latency=time.ratio)
+    return replace(found, accuracy=None if accuracy is None else accuracy.facts())
 
 
 def _masked(

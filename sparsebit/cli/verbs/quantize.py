@@ -150,7 +150,11 @@ class _Made(NamedTuple):
         found, file = ([], None) if exported is None else (exported.results(words), exported.file)
         made = record(self.done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
         assert made.calibration is not None
-        return made.replace(calibration=replace(made.calibration, data=words), file=exported and exported.file_facts())
+        return made.replace(
+            calibration=replace(made.calibration, data=words),
+            file=exported and exported.file_facts(),
+            accuracy=self.accuracy and self.accuracy.facts(),
+        )
 
 
 def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:

@@ -22,8 +22,18 @@ from sparsebit.llm.models.file_checksums import CHECKSUMS
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.model_folder import Shards
 from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.records import model_folders
 
 _OTHER = "other:"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a layer from its rounding, as in `PackedLayer`."""
+
+    float_bytes: int
+    error: float | None = None
+    nearest_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class FinishedBlock:
     """The result for a block: its packed layers by name, and `others`, its other tensors that have changed.
 
     `tokens`: how many calibration tokens each expert layer has read. `scales`: how inputs were scaled. `stages`:
-    groups of layers that read one input.
+    groups of layers that read one input. `measured`: by the names of layers.
     """
 
     layers: Mapping[str, Weight]
@@ -39,6 +49,7 @@ class FinishedBlock:
     others: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Mapping[str, ScaledInput] = field(default_factory=dict)
     stages: Stages = ()
+    measured: Mapping[str, Measured] = field(default_factory=dict)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Tensors and facts of a file."""
@@ -49,6 +60,7 @@ class FinishedBlock:
             "tokens": json.dumps(dict(self.tokens)),
             "stages": json.dumps(self.stages),
             "scales": json.dumps({name: asdict(scaled) for name, scaled in self.scales.items()}),
+            "measured": json.dumps({name: asdict(found) for name, found in self.measured.items()}),
         }
         return tensors, facts
 
@@ -63,10 +75,15 @@ class FinishedBlock:
         others = {name.removeprefix(_OTHER): value for name, value in tensors.items() if name.startswith(_OTHER)}
         scales = {name: ScaledInput(**record) for name, record in json.loads(facts["scales"]).items()}
         stages = tuple(map(tuple, json.loads(facts["stages"])))
-        return cls(layers, json.loads(facts["tokens"]), others, scales, stages)
+        measured = {name: Measured(**found) for name, found in json.loads(facts.get("measured", "{}")).items()}
+        return cls(layers, json.loads(facts["tokens"]), others, scales, stages, measured)
 
 
-_NOT_COPIED = (CHECKSUMS, ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_RECORDS = (model_folders.FILE, model_folders.PERPLEXITY_FILE)  # of the files in the folder that they are in
+_NOT_COPIED = (
+    *(CHECKSUMS, *_RECORDS),
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json"),
+)
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the usual one
 
 

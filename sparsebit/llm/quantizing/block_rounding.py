@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
 from sparsebit.llm.layers.float_weight import Weight, integers
 from sparsebit.llm.models.architectures import Stages, linears, passes_of
 from sparsebit.llm.models.input_scaling import Fold, ScaledInput, find_fold, scale_readers, scale_source
@@ -48,6 +48,7 @@ class BlockRounding:
         """Round the block at `path` of the model; `changed`, a copy of it, gets the rounded weights."""
         scales = self._scaling.apply(changed, stages, path) if self.recipe.method == "awq" else {}
         packed: dict[str, Weight] = {}
+        measured: dict[str, Measured] = {}
         tokens: dict[str, int] = {}
         inside = experts_prefixes(changed)
         groups = passes_of(changed, stages)
@@ -58,11 +59,14 @@ class BlockRounding:
                 moments = gathered.pop(stage[0], None)
                 if moments is not None:
                     tokens |= {name: moments.num_rows for name in stage if name.startswith(inside)}
-                packed |= self._round_stage(changed, stage, moments, tokens, path)
+                rounded, known = self._round_stage(changed, stage, moments, tokens, path)
+                packed, measured = packed | rounded, measured | known
                 for name in stage:
                     put_weight(changed, name, packed[name])
         if self.recipe.method == "autoround":
-            packed |= self._learned(original, changed, packed, tokens, path)
+            learned = self._learned(original, changed, packed, tokens, path)
+            packed |= learned
+            measured |= {name: Measured(measured[name].float_bytes) for name in learned}
         # The other parameters that the method has changed, such as norms.
         before = {name: one for name, one in original.named_parameters() if name.removesuffix(".weight") not in packed}
         others = {
@@ -70,7 +74,7 @@ class BlockRounding:
             for name, value in changed.named_parameters()
             if name in before and not torch.equal(value, before[name])
         }
-        return FinishedBlock(packed, tokens, others, scales)
+        return FinishedBlock(packed, tokens, others, scales, measured=measured)
 
     def _learned(
         self,
@@ -102,7 +106,7 @@ class BlockRounding:
 
     def _round_stage(
         self, block: nn.Module, stage: Sequence[str], moments: InputMoments | None, tokens: Mapping[str, int], path: str
-    ) -> dict[str, Weight]:
+    ) -> tuple[dict[str, Weight], dict[str, Measured]]:
         """The layers of a stage; those that are rounded alike are rounded together. The moments are consumed."""
         modules, kinds = linears(block), dict[tuple[Recipe, torch.dtype, bool], list[str]]()
         for name in stage:
@@ -112,6 +116,7 @@ class BlockRounding:
                 recipe, is_known = recipe.without_text(), False
             kinds.setdefault((recipe, self.stored(f"{full}.weight"), is_known), []).append(name)
         packed: dict[str, Weight] = {}
+        measured: dict[str, Measured] = {}
         for (recipe, stored, is_known), names in kinds.items():
             found = round_weights(
                 {f"{path}.{name}": modules[name].weight for name in names},
@@ -123,7 +128,15 @@ class BlockRounding:
             for name, (full, rounded) in zip(names, found.items(), strict=True):
                 log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
                 packed[name] = rounded.packed
-        return packed
+                # Without moments, the error is that of the weight: of another kind than those of the other layers.
+                errors = (rounded.error, rounded.nearest_error) if is_known == self.recipe.needs_text else (None, None)
+                measured[name] = Measured(modules[name].weight.numel() * stored.itemsize, *map(_short, errors))
+        return packed, measured
+
+
+def _short(error: float | None) -> float | None:
+    """With three digits: the order in which sums are made, in several processes, does not show."""
+    return None if error is None else float(f"{error:.3g}")
 
 
 def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
@@ -28,10 +28,12 @@ from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, 
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import layer_format
 from sparsebit.llm.recipe import Recipe
+from sparsebit.records.model_folders import PackedLayer
 from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 ALLOCATION = "bit_allocation.json"
+_MOST_EDGES = 64  # between two stages: those of experts have hundreds of layers
 _WEIGHTS = "weights"  # the checksum of a block's float weights, in its file of the run
 
 
@@ -66,6 +68,8 @@ class QuantizationRun:
         self.allocation: BitAllocation | None = None
         self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
         self.formats: dict[str, LayerFormat] = {}
+        self.layers: dict[str, PackedLayer] = {}
+        self._last_stage: tuple[str, ...] = ()
         self.fused: list[tuple[str, ...]] = []
         self.sources: list[str] = []
         self.rounding = BlockRounding(self.walk, recipe, self.recipe_of, skeleton.stored_type)
@@ -169,8 +173,24 @@ class QuantizationRun:
                 rows = block.tokens[name]
                 self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
         path = self.paths[number]
+        self._note_layers(path, block, stages)
         self.scaled_inputs |= {f"{path}: {name}": scaled for name, scaled in block.scales.items()}
         self.fused += [tuple(f"{path}.{name}" for name in group) for group in self.architecture.fused_groups(stages)]
+
+    def _note_layers(self, path: str, block: FinishedBlock, stages: Stages) -> None:
+        """For the record, in the order of execution."""
+        for stage in stages:
+            after = self._last_stage if len(self._last_stage) * len(stage) <= _MOST_EDGES else ()
+            for name in stage:
+                weight, full = block.layers[name], f"{path}.{name}"
+                kept, found = self.formats[full], block.measured.get(name, Measured(0))
+                shape = (weight.out_features, weight.in_features)
+                num_bytes = round(shape[0] * shape[1] * weight.bits_per_weight / 8)
+                self.layers[full] = PackedLayer(
+                    *(full, kept.kind, kept.bits, kept.group_size, kept.symmetric, shape, num_bytes),
+                    *(found.float_bytes or None, found.error, found.nearest_error, after),
+                )
+            self._last_stage = tuple(f"{path}.{name}" for name in stage)
 
 
 def _read(folder: RunFolder, number: int, source: str) -> FinishedBlock | None:

@@ -52,6 +52,8 @@ from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
 from sparsebit.llm.recipe import Calibration, Recipe
 from sparsebit.progress import track
+from sparsebit.records import model_folders
+from sparsebit.records.model_folders import PackedModel
 
 log = logging.getLogger(__name__)
 _SOURCE = "source.json"
@@ -228,6 +230,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
             write_text(made / ALLOCATION, run.allocation.to_json() + "\n")
+        write_text(made / model_folders.FILE, _record(job, run).to_json())
         write_checksums(made)
         found = None
         if job.check and skeleton.transposed:
@@ -239,6 +242,18 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
     if job.recipe.rotate:
         remove_rotated(target)
     return found
+
+
+def _record(job: _Job, run: QuantizationRun) -> PackedModel:
+    recipe = run.recipe
+    return PackedModel(
+        recipe={name: value for name, value in asdict(recipe).items() if value is not None},
+        layers=tuple(run.layers.values()),
+        float_bytes=_num_bytes(job.source),
+        bits_per_weight=run.bits_per_weight(),
+        measured_on="outputs" if recipe.needs_text else "weights",
+        num_windows=len(run.tokens) if recipe.needs_text else 0,
+    )
 
 
 def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:

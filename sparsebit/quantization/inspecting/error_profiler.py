@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def profile(qmodel: SimulatedModel, data: Any, *, sync: bool = False, histograms
     `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
     also at most 64 bins of the float values of each tensor, together with the range that quantization clips them to.
     """
-    return profile_model(qmodel, _calls(qmodel, "profile", data), sync=sync, histograms=histograms)
+    found = profile_model(qmodel, _calls(qmodel, "profile", data), sync=sync, histograms=histograms)
+    return replace(found, changed_by=_changed_by(qmodel))
 
 
 def as_batches(data: Any) -> Iterable[Any]:
@@ -61,10 +63,16 @@ def as_batches(data: Any) -> Iterable[Any]:
 
 def _calls(qmodel: SimulatedModel, verb: str, data: Any) -> Iterator[Call]:
     require_calibrated(qmodel, verb)
-    if len(qmodel.float_parameters) or qmodel.float_values_are_lost:
-        names = ", ".join(qmodel.applied_algorithms) or "before the model was saved"
+    if names := ", ".join(_changed_by(qmodel)):
         log.warning("%s(): algorithms have changed weights (%s); errors are counted from the changed ones", verb, names)
     return calls(as_batches(data), qmodel.original, qmodel.device)
+
+
+def _changed_by(qmodel: SimulatedModel) -> tuple[str, ...]:
+    """The algorithms after which the float weights are no longer those of the user's model."""
+    if not (len(qmodel.float_parameters) or qmodel.float_values_are_lost):
+        return ()
+    return qmodel.applied_algorithms or ("before the model was saved",)
 
 
 def profile_model(

@@ -4,6 +4,7 @@
 const page = JSON.parse(document.getElementById("data").textContent);
 const HEIGHTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 const ROWS_SHOWN = 200;
+const READABLE = 100; // pixels: the width of a layer from which on its name can be read
 const state = { run: 0, layer: -1, metric: "", refresh: [] };
 for (const run of page.runs) for (const key of ["cards", "steps", "layers", "tables", "notes"]) run[key] ??= [];
 
@@ -37,6 +38,7 @@ function quantity(value, units) {
 const bytes = value => quantity(value, ["B", "kB", "MB", "GB"]);
 const count = value => quantity(value, ["", "k", "M", "G", "T"]);
 const ms = value => value >= 0.1 || !value ? `${+value.toPrecision(3)} ms` : `${+(1000 * value).toPrecision(3)} µs`;
+const many = count => count === 1 ? "1 row" : `${count} rows`;
 const db = value => value >= 900 ? "exact" : `${value.toFixed(1)} dB`;
 const percent = value => `${+(100 * value).toPrecision(3)} %`;
 const sum = values => values.reduce((total, value) => total + value, 0);
@@ -50,6 +52,9 @@ const METRICS = {
   error: { label: "Error", of: layer => layer.sqnr_db, text: db, fold: values => Math.min(...values),
     level: value => [35, 30, 25, 20, 15, 10].filter(edge => value < edge).length,
     legend: ["≥ 35 dB", "30", "25", "20", "15", "10", "< 10 dB"], note: "SQNR of the output; of a module, its worst" },
+  kept: { label: "What stays", of: layer => layer.kept, text: percent, fold: values => sum(values) / values.length,
+    level: value => [0.95, 0.8, 0.65, 0.5, 0.35, 0.2].filter(edge => value < edge).length,
+    legend: ["≥ 95 %", "95", "80", "65", "50", "35", "< 20 %"], note: "share of the weight that pruning left; of a module, the mean of its layers" },
   time: { label: "Time", of: layer => layer.ms, text: ms, ...added },
   bits: { label: "Bits", of: layer => layer.bits ?? (layer.arithmetic === "float" ? 32 : undefined), text: value => `${+value.toFixed(1)} bits`,
     fold: values => sum(values) / values.length, level: value => value >= 16 ? 6 : value > 8 ? 4 : value > 6 ? 3 : value > 4 ? 2 : value > 3 ? 1 : 0,
@@ -76,7 +81,7 @@ function look(run, key, layers) {
 
 // --- tables: `cells` returns texts or numbers; `show` how a number is written
 
-function table({ title, columns, rows, onRow, note, rowOf }) {
+function table({ title, columns, rows, onRow, note, rowOf, isInside }) {
   const kept = { sort: -1, down: false, text: "", all: false, shown: rows };
   const body = el("tbody"), counted = el("span", { class: "soft" }), more = el("button", { class: "more", onclick: () => { kept.all = true; fill(); } });
   const heads = columns.map((column, place) => el("th", { scope: "col", class: column.number ? "number" : undefined },
@@ -94,7 +99,7 @@ function table({ title, columns, rows, onRow, note, rowOf }) {
     heads.forEach((head, place) => head.setAttribute("aria-sort", place !== kept.sort ? "none" : kept.down ? "descending" : "ascending"));
     const visible = kept.all ? kept.shown : kept.shown.slice(0, ROWS_SHOWN);
     body.replaceChildren(...visible.map(row => {
-      const cells = columns.map((column, place) => el("td", { class: [column.number && "number", column.mark && column.mark(row) && "differs"].filter(Boolean).join(" ") || undefined }, written(column, row[place])));
+      const cells = columns.map((column, place) => el("td", { class: [column.number && "number", String(row[place] ?? "").length > 40 && "long", column.mark && column.mark(row) && "differs"].filter(Boolean).join(" ") || undefined }, written(column, row[place])));
       const act = onRow && (() => onRow(row));
       const made = el("tr", act ? { tabindex: 0, onclick: act, onkeydown: onKeys(act) } : {}, cells);
       if (rowOf && rowOf(row)) made.classList.add("chosen");
@@ -102,14 +107,14 @@ function table({ title, columns, rows, onRow, note, rowOf }) {
     }));
     more.hidden = visible.length === kept.shown.length;
     more.textContent = `Show all ${kept.shown.length} rows`;
-    counted.textContent = kept.shown.length === rows.length ? `${rows.length} rows` : `${kept.shown.length} of ${rows.length} rows`;
+    counted.textContent = kept.shown.length === rows.length ? many(rows.length) : `${kept.shown.length} of ${rows.length} rows`;
   }
   const quoted = value => /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value;
   const csv = () => [columns.map(column => column.name), ...kept.shown.map(row => row.map(value => value === undefined || value === null ? "" : String(value)))]
     .map(row => row.map(quoted).join(",")).join("\n") + "\n";
   const copied = async event => { await copy(csv()); say(`${kept.shown.length} rows copied`); const button = event.target; button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy CSV"; }, 1500); };
   fill();
-  return el("div", {}, el("div", { class: "bar" }, el("h2", {}, title), counted, el("span", { class: "grow" }),
+  return el("div", {}, el("div", { class: "bar" }, isInside ? null : el("h2", {}, title), counted, el("span", { class: "grow" }),
     rows.length > 5 ? el("input", { type: "search", placeholder: "Filter", "aria-label": `Filter ${title}`, oninput: event => { kept.text = event.target.value; fill(); } }) : null,
     el("button", { onclick: copied }, "Copy CSV")), note ? el("p", { class: "soft" }, note) : null,
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {}, el("thead", {}, el("tr", {}, heads)), body)), more);
@@ -129,11 +134,12 @@ function heads() {
       run.met === undefined ? null : el("span", { class: `badge ${run.met ? "good" : "bad"}` }, run.met ? "✓ goal met" : "✗ goal not met")),
     run.goal ? el("p", {}, el("strong", {}, "Goal: "), run.goal) : null, run.reason ? el("p", {}, run.reason) : null,
     el("dl", { class: "cards" }, run.cards.map(card => {
-      const bar = el("i"); if (card.share !== undefined) bar.style.width = `${Math.min(100, 100 * card.share)}%`;
+      const bar = el("i", { class: card.before && card.share > 1 && "over" }); if (card.share !== undefined) bar.style.width = `${Math.min(100, 100 * card.share)}%`;
       const mark = card.is_good === undefined ? null : el("span", { class: card.is_good ? "good" : "bad" }, card.is_good ? " ✓" : " ✗");
       return el("div", { class: "card" }, el("dt", {}, card.label), el("dd", {}, el("div", { class: "value" }, card.value, mark),
         card.share === undefined ? null : el("div", { class: "share", "aria-hidden": "true" }, bar),
-        el("div", { class: "soft" }, [card.before && `${card.before} before`, card.share !== undefined && percent(card.share)].filter(Boolean).join(", ")),
+        card.before ? el("div", { class: "soft" }, `${card.before} before`) : null,
+        card.share === undefined ? null : el("div", { class: "soft" }, card.before ? `now ${percent(card.share)} of it` : percent(card.share)),
         card.note ? el("div", { class: "soft" }, card.note) : null));
     })),
     run.reproduce ? el("div", { class: "reproduce" }, el("h4", {}, "To make it again without a search"), el("pre", { tabindex: 0 }, run.reproduce)) : null)));
@@ -172,7 +178,7 @@ function comparison() {
 function ladder(run) {
   if (!run.steps.length) return null;
   const detail = el("div", { class: "step", id: "step", "aria-live": "polite" }), cost = run.cost_name || "bytes";
-  const names = { latency: "time", bytes: "bytes", macs: "multiplications" };
+  const names = { latency: "time", bytes: "bytes", macs: "multiplications", bits: "bits of a weight" };
   const show = step => {
     detail.replaceChildren(...[el("h3", {}, step.name), el("p", {}, step.why), step.fault ? el("p", { class: "bad" }, step.fault) : null,
       step.parity ? el("p", { class: "soft" }, step.parity) : null,
@@ -181,14 +187,22 @@ function ladder(run) {
   };
   const columns = [{ name: "mark" }, { name: "step" }, { name: "why" }, { name: "result" }, { name: `loss${run.steps.some(step => step.unit) ? `, ${run.steps.find(step => step.unit).unit}` : ""}`, number: true, show: value => value.toFixed(2) },
     { name: "±", number: true, show: value => value.toFixed(2) }, { name: "time", number: true, show: percent }, { name: "bytes", number: true, show: percent },
-    { name: "MACs", number: true, show: percent }, { name: "took", number: true, show: value => `${Math.round(value)} s` }];
-  const rows = run.steps.map(step => [step.is_best ? "★ best" : step.is_pareto ? "◆" : "", step.name, step.why, step.verdict, step.loss, step.bound, step.latency, step.bytes, step.macs, step.seconds]);
+    { name: "MACs", number: true, show: percent }, { name: "bits", number: true, show: value => value.toFixed(2) }, { name: "took", number: true, show: value => `${Math.round(value)} s` }];
+  const rows = run.steps.map(step => [step.is_best ? "★ best" : step.is_pareto ? "◆" : "", step.name, step.why, step.verdict, step.loss, step.bound, step.latency, step.bytes, step.macs, step.bits, step.seconds]);
+  const used = columns.map((column, place) => place < 4 || rows.some(row => row[place] !== undefined));
+  const only = items => items.filter((_, place) => used[place]);
   const best = run.steps.find(step => step.is_best);
-  const made = el("section", { id: "ladder" }, table({ title: "What was tried", columns, rows, onRow: row => show(run.steps.find(step => step.name === row[1])), rowOf: row => row[0].startsWith("★"),
-    note: "Loss against the float model on the same samples; time, bytes and MACs are shares of the float file's. A row shows its recipe." }),
-    el("div", { class: "pair more" }, pareto(run, cost, names[cost], show), detail));
+  const plot = pareto(run, cost, names[cost], show);
+  const made = el("section", { id: "ladder" }, table({ title: "What was tried", columns: only(columns), rows: rows.map(only), onRow: row => show(run.steps.find(step => step.name === row[1])), rowOf: row => row[0].startsWith("★"),
+    note: `Loss against the float model on the same samples; ${names_of_shares(run)}. A row shows its recipe. ★: the chosen one, ◆: not beaten in both loss and cost.` }),
+    el("div", { class: plot ? "pair more" : "more" }, plot, detail));
   if (best) requestAnimationFrame(() => show(best));
   return made;
+}
+function names_of_shares(run) {
+  const names = ["time", "bytes", "MACs"].filter((_, place) => run.steps.some(step => step[["latency", "bytes", "macs"][place]] !== undefined));
+  const shares = names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)} are shares of the float file's` : `${names[0] || "cost"}: share of the float file's`;
+  return run.steps.some(step => step.bits !== undefined) ? `${shares}; bits are of a weight, with its scales` : shares;
 }
 function ticks(low, high, most = 6) {
   const step = 10 ** Math.floor(Math.log10((high - low) / most || 1)), wide = [1, 2, 5, 10].map(factor => factor * step).find(item => (high - low) / item <= most);
@@ -197,27 +211,27 @@ function ticks(low, high, most = 6) {
 }
 function pareto(run, cost, name, show) {
   const steps = run.steps.filter(step => step[cost] !== undefined && step.loss !== undefined);
-  if (steps.length < 2) return el("div", {}, el("p", { class: "soft" }, "Fewer than two steps were judged: there is nothing to plot."));
+  if (steps.length < 2) return null;
   const [W, H, L, B, T, R] = [640, 380, 62, 50, 18, 20];
   const xs = [...steps.map(step => step[cost]), run.max_cost].filter(value => value !== undefined), ys = [0, ...steps.map(step => step.loss), run.max_loss].filter(value => value !== undefined);
-  const pad = (low, high) => [low - 0.08 * (high - low || 0.1), high + 0.08 * (high - low || 0.1)];
-  const [x0, x1] = pad(Math.min(...xs), Math.max(...xs)), [y0, y1] = pad(Math.min(...ys), Math.max(...ys));
+  const pad = (low, high, least) => { const room = Math.max(0.08 * (high - low), (least - (high - low)) / 2); return [low - room, high + room]; };
+  const [x0, x1] = pad(Math.min(...xs), Math.max(...xs), 0.2 * Math.max(...xs)), [y0, y1] = pad(Math.min(...ys), Math.max(...ys), 0.1);
   const x = value => L + (value - x0) / (x1 - x0) * (W - L - R), y = value => H - B - (value - y0) / (y1 - y0) * (H - B - T);
   const clip = value => Math.max(T, Math.min(H - B, y(value)));
   const shapes = { within: "M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "too much loss": "M0,-7L7,6L-7,6Z", other: "M-6,-6H6V6H-6Z" };
   const front = steps.filter(step => step.is_pareto).sort((one, two) => one[cost] - two[cost]);
-  const unit = steps[0].unit || "";
+  const unit = steps[0].unit || "", written = cost === "bits" ? short : percent;
   return el("figure", {}, svg("svg", { class: "plot", viewBox: `0 0 ${W} ${H}`, role: "group", "aria-label": `Loss against ${name}, a point per step` },
-    ticks(x0, x1).map(at => [svg("line", { class: "axis", x1: x(at), x2: x(at), y1: T, y2: H - B }), svg("text", { x: x(at), y: H - B + 18, "text-anchor": "middle" }, percent(at))]),
+    ticks(x0, x1).map(at => [svg("line", { class: "axis", x1: x(at), x2: x(at), y1: T, y2: H - B }), svg("text", { x: x(at), y: H - B + 18, "text-anchor": "middle" }, written(at))]),
     ticks(y0, y1).map(at => [svg("line", { class: "axis", x1: L, x2: W - R, y1: y(at), y2: y(at) }), svg("text", { x: L - 8, y: y(at) + 4, "text-anchor": "end" }, short(at))]),
-    svg("text", { x: (L + W - R) / 2, y: H - 10, "text-anchor": "middle" }, `${name}, share of the float file's`),
+    svg("text", { x: (L + W - R) / 2, y: H - 10, "text-anchor": "middle" }, cost === "bits" ? name : `${name}, share of the float file's`),
     svg("text", { x: 14, y: (T + H - B) / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${(T + H - B) / 2})` }, `loss${unit && `, ${unit}`}`),
     run.max_loss === undefined ? null : [svg("line", { class: "limit", x1: L, x2: W - R, y1: y(run.max_loss), y2: y(run.max_loss) }), svg("text", { x: L + 6, y: y(run.max_loss) - 6 }, "allowed loss")],
     run.max_cost === undefined ? null : [svg("line", { class: "limit", x1: x(run.max_cost), x2: x(run.max_cost), y1: T, y2: H - B }), svg("text", { x: x(run.max_cost) - 6, y: T + 12, "text-anchor": "end" }, "budget")],
     front.length > 1 ? svg("path", { class: "front", d: `M${front.map(step => `${x(step[cost])},${y(step.loss)}`).join("L")}` }) : null,
     steps.map(step => [step.bound === undefined ? null : svg("line", { class: "bound", x1: x(step[cost]), x2: x(step[cost]), y1: clip(step.loss - step.bound), y2: clip(step.loss + step.bound) }),
       svg("path", { class: `point${step.is_pareto ? " front" : ""}${step.is_best ? " best" : ""}`, d: shapes[step.verdict] || shapes.other, transform: `translate(${x(step[cost])},${y(step.loss)})`, tabindex: 0, role: "button",
-        "data-step": step.name, "aria-label": `${step.name}: ${step.verdict}, loss ${short(step.loss)}, ${percent(step[cost])} of the ${name}`, onclick: () => show(step), onkeydown: onKeys(() => show(step)) },
+        "data-step": step.name, "aria-label": `${step.name}: ${step.verdict}, loss ${short(step.loss)}, ${cost === "bits" ? `${written(step[cost])} bits` : `${written(step[cost])} of the ${name}`}`, onclick: () => show(step), onkeydown: onKeys(() => show(step)) },
         svg("title", {}, `${step.name}: ${step.verdict}`))])),
     el("figcaption", { class: "legend" }, [["within", "keeps the loss"], ["too much loss", "loses too much"], ["other", "over budget"]].map(([shape, text]) =>
       el("span", {}, svg("svg", { viewBox: "-10 -10 20 20" }, svg("path", { class: "point", d: shapes[shape] })), text)), el("span", {}, "line: not beaten by another; bars: 95 % bound")));
@@ -234,11 +248,14 @@ function graph(run) {
   const view = { k: 1, x: 0, y: 0 }, root = boxes[0], world = svg("g"), surface = svg("svg", { tabindex: 0, role: "application", "aria-roledescription": "graph", "aria-label": "Graph of the layers. Arrow keys move, Enter opens, Escape goes out, plus and minus zoom, 0 shows all." }, world);
   let tiles = [], chosen = null, pending = 0, size = [800, 600];
   const place = tile => tile.box === undefined ? { x: drawing.x[tile.layer], y: drawing.y[tile.layer], width: W, height: H } : boxes[tile.box];
-  const isOpen = box => box === root || box.least * view.k >= 38;
+  const isOpen = box => box === root || box.least * view.k >= READABLE; // so that whatever is open has its name
   const inView = at => at.x * view.k + view.x < size[0] && (at.x + at.width) * view.k + view.x > 0 && at.y * view.k + view.y < size[1] && (at.y + at.height) * view.k + view.y > 0;
   const same = (one, two) => one && two && one.box === two.box && one.layer === two.layer;
   function clipped(text, width, font) { const room = Math.floor(width / (font * 0.57)); return text.length <= room ? text : room < 4 ? "" : `${text.slice(0, room - 1)}…`; }
-  function under(name, outer) { return outer && name.startsWith(outer) ? name.slice(outer.length).replace(/^[./]/, "") || name : name; }
+  function under(name, outer) { // the part of a name that the box around it does not say; a bare number keeps the part before it
+    const rest = outer && name.startsWith(outer) ? name.slice(outer.length).replace(/^[./]/, "") || name : name;
+    return /^\d+$/.test(rest) && outer ? `${outer.split(/[./]/).at(-1)}.${rest}` : rest;
+  }
 
   function tileOf(tile) {
     const at = place(tile), folded = tile.box !== undefined, layers = folded ? boxes[tile.box].all.map(index => run.layers[index]) : [run.layers[tile.layer]];
@@ -263,8 +280,8 @@ function graph(run) {
       const box = boxes[index];
       if (!isOpen(box)) { const tile = { box: index }; tiles.push(tile); for (const layer of box.all) shown[layer] = tile; return; }
       if (index && inView(box)) {
-        const font = Math.min(13 / view.k, 17), name = under(box.name, boxes[box.parent]?.name);
-        frames.push(svg("rect", { class: `frame${depth % 2 ? "" : " deep"}`, x: box.x, y: box.y, width: box.width, height: box.height, rx: 9 }), svg("text", { class: "title", x: box.x + 12, y: box.y + 20, "font-size": font }, clipped(name, box.width - 20, font)));
+        const font = Math.min(13 / view.k, drawing.title * 0.8), name = under(box.name, boxes[box.parent]?.name);
+        frames.push(svg("rect", { class: `frame${depth % 2 ? "" : " deep"}`, x: box.x, y: box.y, width: box.width, height: box.height, rx: 9 }), svg("text", { class: "title", x: box.x + 12, y: box.y + 6 + font, "font-size": font }, clipped(name, box.width - 20, font)));
       }
       for (const layer of box.layers) { const tile = { layer }; tiles.push(tile); shown[layer] = tile; }
       for (const inner of box.boxes) walk(inner, depth + 1);
@@ -302,7 +319,7 @@ function graph(run) {
     later();
   }
   function pick(tile) {
-    if (tile.box !== undefined) { chosen = null; frame(boxes[tile.box], 1.15); if (!isOpen(boxes[tile.box])) zoom(40 / (boxes[tile.box].least * view.k)); say(`${boxes[tile.box].name || "module"} opened`); }
+    if (tile.box !== undefined) { chosen = null; frame(boxes[tile.box], 1.15); if (!isOpen(boxes[tile.box])) zoom(1.02 * READABLE / (boxes[tile.box].least * view.k)); say(`${boxes[tile.box].name || "module"} opened`); }
     else select(tile.layer);
   }
   function move(dx, dy) {
@@ -388,7 +405,7 @@ function search(run) {
 function details(run, layer) {
   if (!layer) return [el("h3", {}, "No layer is chosen"), el("p", { class: "soft" }, "Choose one in the graph, in the table below, or by its name.")];
   const facts = [["operator", layer.op], ["computed in", layer.arithmetic && layer.arithmetic + (layer.kernel ? ` (${layer.kernel})` : "")], ["SQNR of the output", layer.sqnr_db !== undefined && db(layer.sqnr_db)],
-    ["bits, weight and activation", [layer.bits, layer.activation_bits].filter(value => value !== undefined).map(value => +value.toFixed(2)).join(" and ")], ["bytes", layer.bytes !== undefined && bytes(layer.bytes) + (layer.float_bytes ? `, ${bytes(layer.float_bytes)} in float` : "")],
+    ["bits, weight and activation", [layer.bits, layer.activation_bits].filter(value => value !== undefined).map(value => +value.toFixed(2)).join(" and ")], ["bytes", layer.bytes !== undefined && bytes(layer.bytes) + (layer.float_bytes && layer.float_bytes !== layer.bytes ? `, ${bytes(layer.float_bytes)} before` : "")], ["weight that stays", layer.kept !== undefined && percent(layer.kept)],
     ["multiplications", layer.macs && count(layer.macs)], ["shape", layer.shape], ["time", layer.ms !== undefined && ms(layer.ms) + (layer.float_ms !== undefined ? `, ${ms(layer.float_ms)} in float` : "")],
     ["why float", layer.why_float]].filter(([, value]) => value);
   return [el("div", {}, el("h3", {}, layer.name), el("a", { class: "soft", href: `#layer=${encodeURIComponent(layer.name)}` }, "link to this layer")),
@@ -423,13 +440,20 @@ function strip(values, text) { // sorted values as bars, the smallest first
 // --- the parts of one run
 
 function layerTable(run) {
-  const columns = [{ name: "layer", of: layer => layer.name }, { name: "operator", of: layer => layer.op }, { name: "computed in", of: layer => layer.arithmetic }, { name: "bits", of: layer => layer.bits, number: true },
+  const columns = [{ name: "layer", of: layer => layer.name }, { name: "operator", of: layer => layer.op }, { name: "computed in", of: layer => layer.arithmetic }, { name: "bits", of: layer => layer.bits, number: true }, { name: "stays", of: layer => layer.kept, number: true, show: percent },
     { name: "SQNR", of: layer => layer.sqnr_db, number: true, show: db }, { name: "time", of: layer => layer.ms, number: true, show: ms }, { name: "in float", of: layer => layer.float_ms, number: true, show: ms },
     { name: "bytes", of: layer => layer.bytes, number: true, show: bytes }, { name: "MACs", of: layer => layer.macs, number: true, show: count }, { name: "shape", of: layer => layer.shape }, { name: "why float, or cause", of: layer => layer.why_float || layer.causes?.[0]?.text }]
     .filter(column => run.layers.some(layer => column.of(layer) !== undefined));
   const rows = run.layers.map(layer => columns.map(column => column.of(layer)));
   return el("section", { id: "layers" }, table({ title: "Layers", columns, rows, onRow: row => choose_by_name(row[0]) }));
 }
+function further(item) { // closed, as few readers need it
+  const columns = item.columns.map((name, place) => ({ name, number: item.rows.some(row => typeof row[place] === "number"), show: SHOWN[name.split(" ").at(-1)] }));
+  const holder = el("div", {}), made = el("details", { class: "further", ontoggle: () => { if (!holder.firstChild) holder.append(table({ ...item, columns, isInside: true })); } },
+    el("summary", {}, el("h2", {}, item.title), el("span", { class: "soft" }, many(item.rows.length))), holder);
+  return el("section", {}, made);
+}
+const SHOWN = { bytes, seconds: value => `${+value.toPrecision(3)} s`, dB: value => value.toFixed(1) };
 function sections(run) {
   state.refresh = [];
   const parts = [ladder(run)];
@@ -439,7 +463,7 @@ function sections(run) {
     parts.push(el("section", { id: "graph" }, el("div", { class: "bar" }, el("h2", {}, drawn ? "Graph" : "A layer"), drawn ? drawn.controls : null, el("span", { class: "grow" }), search(run)),
       drawn ? el("div", { class: "graph" }, drawn.part, panel) : panel), layerTable(run));
   }
-  for (const item of run.tables) parts.push(el("section", {}, table({ title: item.title, note: item.note, rows: item.rows, columns: item.columns.map((name, place) => ({ name, number: item.rows.some(row => typeof row[place] === "number") })) })));
+  for (const item of run.tables) parts.push(further(item));
   if (run.notes.length) parts.push(el("section", {}, el("h2", {}, "Notes"), el("ul", { class: "notes" }, run.notes.map(note => el("li", {}, note)))));
   return parts.filter(Boolean);
 }
@@ -476,6 +500,7 @@ const runs = page.runs.length > 1 ? el("div", { class: "bar", id: "runs", role: 
 document.getElementById("page").replaceChildren(...[el("header", {}, el("div", {}, el("h1", {}, page.title), el("p", { class: "soft" }, `sparsebit ${page.version}`)), theme()), el("div", { id: "said", class: "sr", role: "status" }), heads(), comparison(), runs, el("div", { id: "run" })].filter(Boolean));
 show(0);
 addEventListener("hashchange", fromLink);
+addEventListener("beforeprint", () => { for (const item of document.querySelectorAll("details")) item.open = true; });
 addEventListener("keydown", event => { if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) { event.preventDefault(); document.getElementById("search")?.focus(); } });
 fromLink();
 })();

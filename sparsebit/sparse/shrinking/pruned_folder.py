@@ -23,6 +23,7 @@ from sparsebit.folders import exchange, flush, staging_folder
 from sparsebit.graph.checking.usable_model import require_values
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.interrupts import ignored_interrupts
+from sparsebit.records.model_folders import PrunedModel
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan, plan_of
 from sparsebit.tensor_files import load_tensors, save_tensors
 from sparsebit.version import __version__
@@ -34,8 +35,11 @@ _KEYS = frozenset(("format", "class", "aliases", "sha256", "plan"))
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError)
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write a model that `shrink` has made smaller, with its weights of now, and the plan that makes it again."""
+def save(model: nn.Module, folder: str | os.PathLike[str], *, measured: PrunedModel | None = None) -> Path:
+    """Write a model that `shrink` has made smaller, with its weights of now, and the plan that makes it again.
+
+    `measured`: what is known of it, for the page of `sparsebit report`.
+    """
     path, model = Path(folder), uncompiled(model)
     plan = plan_of(model)
     if plan is None:
@@ -51,6 +55,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     description = {
         "format": _FORMAT, "sparsebit": __version__, "class": kind, "aliases": aliases, "versions": _versions(state),
     }  # fmt: skip
+    if measured is not None:
+        description["measured"] = measured.to_dict()
     try:
         with staging_folder(target) as staged:
             save_tensors(tensors, staged / TENSORS, {})

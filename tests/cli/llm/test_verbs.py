@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsebit.cli.main import app
+from sparsebit.report import read_run
 from tests.llm.tiny_models import saved, tiny_model, with_bpe, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
@@ -83,6 +84,8 @@ def test_the_perplexity_of_both_models(source: Path) -> None:
         told = json.loads(run("eval", folder, "--text", text, "--num-windows", 3, "--length", 24, "--json"))
         assert found[name] == pytest.approx(told["perplexity"], rel=1e-5)
     assert found["float"] != found["packed"]
+    card = read_run(packed).cards[0]
+    assert (card.label, card.value, card.before) == ("Perplexity", f"{found['packed']:.2f}", f"{found['float']:.2f}")
     shutil.rmtree(packed)
     line = next(line for line in run(*common, *measured, "--no-check").splitlines() if line.startswith("perplexity"))
     assert f"{found['float']:.2f} float, {found['packed']:.2f} packed" in line

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparsebit.cli.inputs.loading import load_model
 from sparsebit.errors import CheckpointError
+from sparsebit.report import read_run
 from sparsebit.sparse import load
 from tests.cli.conftest import Sparsebit
 from tests.sparse.fake_runtime import ByMultiplications, layer_sizes
@@ -177,3 +178,14 @@ def test_a_model_from_which_nothing_goes_is_an_error(sparsebit: Sparsebit, proje
     assert answer.code == 1 and "nothing is removed" in answer.err
     answer = sparsebit("prune", "--model", "own_project:one_layer", "--device", "cpu", "-o", "small", "--ratio", "0.5")
     assert answer.code == 1 and "no channels, heads or neurons can be removed" in " ".join(answer.err.split())
+
+
+@pytest.mark.usefixtures("untimed")
+def test_the_folder_holds_what_was_measured_for_the_page(sparsebit: Sparsebit, project: Path) -> None:
+    told = sparsebit(*MODEL, "--ratio", "0.5", *DATA, "--json").json
+    run = read_run("small")
+    cards = {card.label: card for card in run.cards}
+    assert cards["Multiplications"].share == pytest.approx(told["after"]["macs"] / told["before"]["macs"])
+    assert f"{told['output_sqnr_db']['reconstructed']:.1f} dB" == cards["Output SQNR"].value
+    kept = {layer.name: layer.kept for layer in run.layers}
+    assert kept["stem.0"] == 0.5 and run.drawing is not None and "add" in [layer.op for layer in run.layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from sparsebit.llm.converting import load_check as load_check_module
 from sparsebit.llm.models.hub_classes import load_tokenizer
 from sparsebit.llm.quantizing import quantize_folder as quantizing_module
 from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.records.model_folders import FILE, PackedModel
 from tests.conftest import ROOT
 from tests.llm.tiny_models import loaded, saved, stopped_after, tiny_model, with_tokenizer, write_text
 
@@ -81,6 +83,19 @@ def test_files_beside_the_weights_are_kept(source: Path) -> None:
     assert set(load_tokenizer(made.folder).chat_template) == {"default", "tools"}
     names = {path.name for path in made.folder.iterdir()}
     assert {"LICENSE", "tokenizer.json", "generation_config.json", "config.json"} <= names
+
+
+def test_the_record_has_the_error_of_each_layer(source: Path) -> None:
+    made = quantize(source, source.parent / "packed", GPTQ, calibration(source), check=False)
+    record = PackedModel.from_dict(json.loads((made.folder / FILE).read_text()), FILE)
+    assert {layer.name for layer in record.layers} == set(made.formats) and record.measured_on == "outputs"
+    assert record.bits_per_weight == made.bits_per_weight and record.num_windows == 6
+    for layer in record.layers:
+        assert layer.error is not None and layer.nearest_error is not None and 0 < layer.error < layer.nearest_error
+    learned = replace(FAST, method="autoround", steps=2)
+    made = quantize(source, source.parent / "learned", learned, calibration(source), check=False)
+    record = PackedModel.from_dict(json.loads((made.folder / FILE).read_text()), FILE)
+    assert all(layer.error is None and layer.float_bytes for layer in record.layers)
 
 
 def test_generation_works_packed(source: Path) -> None:
