@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +88,8 @@ def _calibration(data: Text | Calibration) -> Calibration:
 def _batches(source: Path, calibration: Calibration, held_out: Path, device: str) -> list[dict[str, Any]]:
     """Windows of the held-out text, as long as those of the calibration; too little of either text is an error."""
     tokenizer, length = load_tokenizer(source), calibration.length
-    how = {"num_samples": calibration.num_samples, "chat_template": calibration.chat_template}
-    draw_windows(calibration.texts, tokenizer, length=length, widest=1, **how)
+    wanted, chat = calibration.num_samples, calibration.chat_template
+    draw_windows(calibration.texts, tokenizer, num_samples=wanted, length=length, widest=1, chat_template=chat)
     tokens = token_stream(held_out, tokenizer, limit=length * _WINDOWS)
     found = windows(tokens, length, min(_WINDOWS, max(len(tokens) // length, _FEWEST)))
     return [{"input_ids": batch.to(device), "use_cache": False} for batch in found.split(min(_BATCH, len(found) // 2))]
@@ -115,11 +117,19 @@ def _write_outcome(run: RunFolder, ladder: Ladder, source: Path, calibration: Ca
         step = ladder.step(ladder.best)
         file = file_of(ladder.goal.target, run.path / step.folder)
         run.copy_in(file, f"best{file.suffix}")
-        recipe = LanguageRecipe.from_dict(step.recipe)
-        options = "".join(f", {name}={value!r}" for name, value in recipe.options.items())
-        ladder = ladder.replace(
-            reproduce=f'sparsebit.llm.quantize("{source}", "OUT", recipe_for("{recipe.target}"{options}), '
-            f"{calibration})"
-        )
+        ladder = ladder.replace(reproduce=command(source, LanguageRecipe.from_dict(step.recipe), calibration))
     run.write(ladder)
     return ladder
+
+
+def command(source: Path, recipe: LanguageRecipe, calibration: Calibration) -> str:
+    """The line that quantizes as the recipe says, without a search."""
+    usual = Calibration(calibration.text)
+    drawn = {field.name: getattr(calibration, field.name) for field in fields(Calibration) if field.name != "text"}
+    changed = {name: value for name, value in drawn.items() if value != getattr(usual, name)}
+    words = [f"--text {shlex.quote(str(text))}" for text in calibration.texts]
+    for name, value in {**recipe.options, **changed}.items():
+        option = f"--{name.replace('_', '-')}"
+        listed = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words.append(option if value is True else f"{option} {listed}")
+    return f"sparsebit llm quantize {shlex.quote(str(source))} --for {recipe.target} {' '.join(words)} -o OUT"

@@ -55,7 +55,7 @@ _GROUPS = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class LanguageStudy:
-    """What rungs may ask for. `float_bytes`: of the float model's folder; `columns`: how many inputs its layers have."""
+    """What rungs may ask for. `float_bytes`: of the float folder; `columns`: how many inputs its layers have."""
 
     float_bytes: int
     columns: frozenset[int]
