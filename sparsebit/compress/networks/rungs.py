@@ -44,7 +44,7 @@ def measured_placement(known: Known) -> Candidate | None:
     if recipe.placement != "default" or best.verdict == "too much loss":
         return None
     why = f"some layers of {best.name} may be slower in integers than in float on this machine"
-    return Candidate(f"{best.name}-placed", why, recipe.replace(placement="measured"))
+    return Candidate(f"{_base(best)}-placed", why, recipe.replace(placement="measured"))
 
 
 @register_rung("ranges", order=30)
@@ -131,10 +131,10 @@ def mixed_bits(known: Known) -> Candidate | None:
     low, high = four.cost.bytes_ratio, eight.cost.bytes_ratio
     if "bytes" in known.goal.budget:
         share = _limit(known, "bytes")
-        if tried and tried[-1].verdict == "over budget" and tried[-1].cost:
-            share *= share / tried[-1].cost.bytes_ratio
-        elif tried:
+        if tried and tried[-1].verdict != "over budget":
             return None
+        for cost in (step.cost for step in tried if step.cost is not None):
+            share *= _limit(known, "bytes") / cost.bytes_ratio
     elif four.verdict == "within":
         return None
     else:  # bisection between the sizes of 4 and of 8 bits
