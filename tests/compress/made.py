@@ -56,6 +56,7 @@ class Study:
     linears: bool = False
     depthwise: bool = False
     steps: int = 500
+    low_bits: tuple[int, ...] = (4, 8)
     joint: Any = None
     float_cost: Cost = FLOAT
     asked: list[Any] = field(default_factory=list)

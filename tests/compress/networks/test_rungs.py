@@ -188,33 +188,48 @@ class TestFourBits:
 
 class TestMixedBits:
     FOUR_LOSES = step("02-w4", "four bits", FOUR, size=0.145, **LOSING)
+    FOUR_KEEPS = step("02-w4", "four bits", FOUR, size=0.145)
+    GRAPH = 0.145 - 0.125  # of the file, beside the weights
 
-    def asked(self, *tried: LadderStep, four: LadderStep = FOUR_LOSES, wanted: LadderGoal = SMALL) -> float | None:
-        """The share of the weights' bytes that it asks for, with 4 bits at 0.145 and 8 at 0.3 of the float file's."""
-        study = Study(low_bit_config=FOUR.config)
+    def asked(
+        self,
+        *tried: LadderStep,
+        four: LadderStep = FOUR_LOSES,
+        wanted: LadderGoal = SMALL,
+        bits: tuple[int, ...] = (4, 8),
+    ) -> float | None:
+        """The share of the file's bytes that it asks for, with 4 bits at 0.145 and 8 at 0.3 of the float file's."""
+        study = Study(low_bit_config=FOUR.config, low_bits=bits)
         found = proposed("mixed bits", step("01-w8", recipe=EIGHT, size=0.3), four, *tried, wanted=wanted, study=study)
         assert (found is None) == (not study.asked)
-        if found is not None:
-            assert "gptq" in algorithms(found)
-        return round(study.asked[0], 4) if study.asked else None
+        if found is None:
+            return None
+        assert "gptq" in algorithms(found)
+        return round(float(study.asked[0]) + self.GRAPH, 4)
 
     def test_a_bisection_between_4_and_8_bits(self) -> None:
-        graph = 0.145 - 0.125  # of the file, beside the weights
-        assert self.asked() == round((0.145 + 0.3) / 2 - graph, 4)
+        assert self.asked() == round((0.145 + 0.3) / 2, 4)
         within = step("03", "mixed bits", FOUR, size=0.22)
-        assert self.asked(within) == round((0.145 + 0.22) / 2 - graph, 4)
+        assert self.asked(within) == round((0.145 + 0.22) / 2, 4)
         losing = step("04", "mixed bits", FOUR, size=0.18, **LOSING)
-        assert self.asked(within, losing) == round((0.18 + 0.22) / 2 - graph, 4)
+        assert self.asked(within, losing) == round((0.18 + 0.22) / 2, 4)
+
+    def test_below_4_bits_if_they_keep_the_loss_and_the_target_has_2(self) -> None:
+        two = 0.145 - 2 / 32
+        assert self.asked(four=self.FOUR_KEEPS) is None
+        assert self.asked(four=self.FOUR_KEEPS, bits=(2, 4, 8)) == round((two + 0.145) / 2, 4)
+        losing = step("03", "mixed bits", FOUR, size=0.11, **LOSING)
+        assert self.asked(losing, four=self.FOUR_KEEPS, bits=(2, 4, 8)) == round((0.11 + 0.145) / 2, 4)
+        assert self.asked(bits=(2, 4, 8)) == self.asked()
 
     def test_a_budget_is_used_whole(self) -> None:
         wanted = goal(budget={"bytes": 0.2})
-        assert self.asked(wanted=wanted) == 0.18
-        assert self.asked(wanted=goal(budget={"bytes": 200_000.0})) == 0.18
-        assert self.asked(step("03", "mixed bits", FOUR, size=0.195), wanted=wanted) is None
-        assert (
-            self.asked(wanted=goal(budget={"bytes": 0.1})) is None
-            and self.asked(wanted=goal(budget={"bytes": 0.4})) is None
-        )
+        assert self.asked(wanted=wanted) == 0.2 == self.asked(wanted=goal(budget={"bytes": 200_000.0}))
+        assert self.asked(step("03", "mixed bits", FOUR, size=0.198), wanted=wanted) is None
+        assert self.asked(step("03", "mixed bits", FOUR, size=0.18), wanted=wanted) == round(0.2 + 0.9 * 0.02, 4)
+        for limit in (0.1, 0.4):  # below 4 bits, above 8
+            assert self.asked(wanted=goal(budget={"bytes": limit})) is None
+        assert self.asked(wanted=goal(budget={"bytes": 0.1}), bits=(2, 4, 8)) == 0.1
 
     def test_each_try_above_the_budget_asks_for_less(self) -> None:
         wanted, tried, shares = goal(budget={"bytes": 0.2}), list[LadderStep](), list[float]()
@@ -225,8 +240,7 @@ class TestMixedBits:
             tried.append(step("03", "mixed bits", FOUR, size=size, loss=None, verdict="over budget"))
         assert shares == sorted(shares, reverse=True) and len(set(shares)) == 3
 
-    def test_not_if_4_bits_are_enough_nor_after_four_tries(self) -> None:
-        assert self.asked(four=step("02-w4", "four bits", FOUR, size=0.145)) is None
+    def test_not_after_four_tries(self) -> None:
         failed = [step(f"0{place}", "mixed bits", FOUR, size=0.2, **LOSING) for place in range(3, 7)]
         assert self.asked(*failed[:3]) is not None and self.asked(*failed) is None
 

@@ -49,6 +49,11 @@ def test_4_bit_weights_have_float_inputs_where_the_target_has_no_integer_kernel(
     assert config.W.QUANTIZER.BIT == 4 and config.A.QUANTIZER.DISABLE is float_inputs
 
 
+@pytest.mark.parametrize(("target", "bits"), [("virtual", (2, 4, 8)), ("onnxruntime", (2, 4, 8)), ("tensorrt", (4, 8))])
+def test_the_low_bits_that_a_targets_files_store(study: Study, target: str, bits: tuple[int, ...]) -> None:
+    assert replace(study, bench=replace(study.bench, goal=goal(target))).low_bits == bits
+
+
 def with_model(study: Study, *layers: nn.Module) -> Study:
     return replace(study, bench=replace(study.bench, model=nn.Sequential(*layers)))
 
