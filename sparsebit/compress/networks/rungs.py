@@ -44,7 +44,7 @@ def measured_placement(known: Known) -> Candidate | None:
     if recipe.placement != "default" or best.verdict == "too much loss":
         return None
     why = f"some layers of {best.name} may be slower in integers than in float on this machine"
-    return Candidate(f"{best.name}-placed", why, recipe.replace(placement="measured"))
+    return Candidate(f"{_base(best)}-placed", why, recipe.replace(placement="measured"))
 
 
 @register_rung("ranges", order=30)
