@@ -56,10 +56,13 @@ def _rules(
     return NumberRules(frozenset(bits), frozenset(granularities), frozenset(symmetric), advice, formats)
 
 
-def _cpu_runtime(name: str, *, whole_groups: bool = False) -> Backend:
+def _cpu_runtime(name: str, bits_alone: set[int], *, whole_groups: bool = False) -> Backend:
+    """`bits_alone`: of weights whose layers have float activations."""
     weight = _rules({8}, {"tensor", "channel"}, _BOTH, f"{name} runs 8-bit weights with 8-bit activations")
     activation = _rules({8}, {"tensor"}, _BOTH, f"{name} runs 8-bit per-tensor activations")
-    alone = _rules({4, 8}, _ALL, _BOTH, f"{name} runs 4- or 8-bit weights with float activations", "float8")
+    allowed = ", ".join(f"{bits}-" for bits in sorted(bits_alone)[:-1])
+    advice = f"{name} runs {allowed} or {max(bits_alone)}-bit weights with float activations"
+    alone = _rules(bits_alone, _ALL, _BOTH, advice, "float8")
     return Backend(name, weight, activation, weight_only=alone, whole_groups=whole_groups)
 
 
@@ -82,8 +85,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("virtual", weight=_ANY_WEIGHT, activation=_ANYTHING, weight_only=_ANY_WEIGHT),
-        _cpu_runtime("onnxruntime"),
-        _cpu_runtime("openvino", whole_groups=True),
+        _cpu_runtime("onnxruntime", {2, 4, 8}),
+        _cpu_runtime("openvino", {4, 8}, whole_groups=True),
         Backend(
             "tensorrt",
             weight=_rules({8}, {"channel"}, {True}, "tensorrt runs 8-bit per-channel-symmetric weights"),

@@ -125,3 +125,12 @@ def finite_decibels(value: float | None) -> float | None:
     is_wrong = value is not None and not math.isfinite(value)
     refuse({f"{value}: write a number of decibels, or --exact where no bit may differ": is_wrong})
     return value
+
+
+def read_limits(texts: list[str]) -> dict[str, float | str]:
+    """`["bytes=0.5"]` as a mapping; the limits may have units."""
+    pairs = [text.partition("=") for text in texts]
+    refuse({f"{text!r}: write NAME=LIMIT, as bytes=0.5": "=" not in text for text in texts}, "--budget")
+    names = [name.strip() for name, _, _ in pairs]
+    refuse({f"{name} is given twice; give one limit": names.count(name) > 1 for name in names}, "--budget")
+    return dict(zip(names, (limit.strip() for _, _, limit in pairs), strict=True))

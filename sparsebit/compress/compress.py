@@ -64,7 +64,8 @@ def compress(
     milliseconds, bytes, multiplications. `prefer`: what is made small without a budget; `latency` by default.
     `rungs`: the names of those to climb, default all. `show`: called with the ladder after every step.
 
-    A language model is given as its folder: `data` is text files, `validation` a text that is not among them, `target`
+    A language model is given as its folder: `data` is text files or a `sparsebit.llm.Calibration`, `validation` a text
+    that is not among them, `target`
     `transformers`, `vllm`, `llama.cpp` or `genai`, `metric` `perplexity` or `kl`, a budget `bytes` or `bits`.
 
     Every file that is offered has passed the comparison with its simulation in the runtime. If nothing keeps the goal,

@@ -116,4 +116,5 @@ def _fault(kind: Kind, key: str, value: object, reason: str) -> Fault:
 
 
 def _either(choices: Iterable[object]) -> str:
-    return " or ".join(map(str, choices))
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

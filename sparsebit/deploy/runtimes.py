@@ -97,6 +97,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             gates=_GATES,
             folds_batchnorm=True,
             bias="int32",
+            weight_widths=frozenset({2, 4, 8, 16}),
             narrow_weights=True,
             apart=frozenset({"float8"}),
             executes="onnxruntime",

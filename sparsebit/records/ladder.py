@@ -37,7 +37,8 @@ class Judgement:
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f" ± {self.bound:.2g}"
-        return f"loses {self.loss:.2f}{bound} {self.unit} on {self.num_samples} samples"
+        samples = f" on {self.num_samples} samples" if self.num_samples else ""  # a metric may have data of its own
+        return f"loses {self.loss:.2f}{bound} {self.unit}{samples}"
 
 
 @dataclass(frozen=True)

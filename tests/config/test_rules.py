@@ -17,7 +17,7 @@ ORT_W, ORT_A = BACKENDS["onnxruntime"].weight.advice, BACKENDS["onnxruntime"].ac
 TRT_W, TRT_A = BACKENDS["tensorrt"].weight.advice, BACKENDS["tensorrt"].activation.advice
 VINO_W = BACKENDS["openvino"].weight.advice
 WEIGHT_ONLY = "A.QUANTIZER.DISABLE: true to quantize weights only"
-UNGROUPED = "per-tensor-symmetric or per-tensor-affine or per-channel-symmetric or per-channel-affine"
+UNGROUPED = "per-tensor-symmetric, per-tensor-affine, per-channel-symmetric or per-channel-affine"
 BROKEN = [
     ("onnxruntime", "W", "QUANTIZER.BIT", 4, f"{ORT_W}; set 8, or {WEIGHT_ONLY}"),
     ("onnxruntime", "W", "QUANTIZER.BIT", 3, f"{ORT_W}; set 8"),
@@ -86,7 +86,13 @@ class TestWeightOnly:
     @pytest.mark.parametrize("backend", RUNTIMES)
     def test_three_bits_run_nowhere(self, backend: str, message: Told) -> None:
         told = message({"BACKEND": backend, "W.QUANTIZER.BIT": 3, "A.QUANTIZER.DISABLE": True})
-        assert told.startswith("W.QUANTIZER.BIT=3: ") and "set 4 or 8, or" in told
+        allowed = "set 2, 4 or 8, or" if backend == "onnxruntime" else "set 4 or 8, or"
+        assert told.startswith("W.QUANTIZER.BIT=3: ") and allowed in told
+
+    def test_two_bits(self, message: Told) -> None:
+        changes = {"W.QUANTIZER.BIT": 2, "A.QUANTIZER.BIT": ..., "A.QUANTIZER.DISABLE": True}
+        assert QuantConfig.from_dict(config({"BACKEND": "onnxruntime", **changes})).W.QUANTIZER.BIT == 2
+        assert "set 4 or 8, or" in message({"BACKEND": "openvino", **changes})
 
     def test_single_layer(self) -> None:
         changes = {

@@ -9,8 +9,9 @@ from sparsebit.cli.inputs.calibrated_model import load_subject
 from sparsebit.cli.inputs.data import Inputs, fitting, load_data
 from sparsebit.cli.inputs.loading import resolve, users_code
 from sparsebit.cli.option_groups import NUM_TEST_SAMPLES, retyped
-from sparsebit.cli.options import refuse
-from sparsebit.cli.outputs.output import Output, facts_table, kilobytes, table
+from sparsebit.cli.options import read_limits, refuse
+from sparsebit.cli.outputs.ladders import ShownSteps, ladder_table
+from sparsebit.cli.outputs.output import Output, facts_table, kilobytes
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import CompressOptions
 from sparsebit.compress import Result
@@ -19,13 +20,13 @@ from sparsebit.compress.climbing.conclusion import TRAINING
 from sparsebit.compress.networks.outcome import CONFIG, PLACEMENT
 from sparsebit.compress.networks.trial import SMALL
 from sparsebit.records.json_form import to_plain
-from sparsebit.records.ladder import Ladder, LadderStep
+from sparsebit.records.ladder import Ladder
 
 
 def compress(asked: CompressOptions, out: Output, recorded: Recording) -> None:
     """Search, and report the ladder and the best file."""
     del recorded
-    budget = read_budget(asked.budget or [])
+    budget = read_limits(asked.budget or [])
     metric = _metric(asked)
     subject = load_subject(asked.net, asked.data, fitting(asked.how, asked.data, asked.scored.test_data))
     validation = _validation(asked, subject.model)
@@ -43,51 +44,11 @@ def compress(asked: CompressOptions, out: Output, recorded: Recording) -> None:
             prefer=asked.prefer,  # type: ignore[arg-type]  # checked by the search
             minutes=asked.minutes,
             rungs=asked.rungs,
-            show=_Shown(out),
+            show=ShownSteps(out),
         )
     record = {"folder": str(asked.output), "file": result.file and str(result.file), **to_plain(result.ladder, Ladder)}
     out.result(record, ladder_table(result.ladder), details=[facts_table(_facts(result))])
     out.next_steps(*_next_steps(asked, result))
-
-
-def read_budget(texts: list[str]) -> dict[str, float | str]:
-    """`["bytes=0.5"]` as a mapping."""
-    pairs = [text.partition("=") for text in texts]
-    refuse({f"{text!r}: write NAME=LIMIT, bytes=0.5": "=" not in text for text in texts}, "--budget")
-    names = [name for name, _, _ in pairs]
-    refuse({f"{name} was given twice": names.count(name) > 1 for name in names}, "--budget")
-    return {name: limit for name, _, limit in pairs}
-
-
-def ladder_table(ladder: Ladder) -> Any:
-    """A row for each step."""
-    rows = [row(step, is_best=step.name == ladder.best) for step in ladder.steps]
-    return table(["", "step", "result", "loss", "time", "bytes", "took"], rows, numbers={"time", "bytes", "took"})
-
-
-def row(step: LadderStep, *, is_best: bool = False) -> tuple[str, ...]:
-    """The cells of a step; `*` marks the best."""
-    judged, cost = step.final or step.selection, step.cost
-    loss = "" if judged is None else f"{judged.loss:.2f}" + ("" if judged.bound is None else f" ± {judged.bound:.2f}")
-    latency = "" if cost is None or cost.latency is None else f"{cost.latency:.2f}"
-    size = "" if cost is None else f"{cost.bytes_ratio:.3f}"
-    return ("*" if is_best else "", step.name, step.verdict, loss, latency, size, f"{step.seconds:.0f} s")
-
-
-class _Shown:
-    """Prints each new step in a line."""
-
-    def __init__(self, out: Output) -> None:
-        self.out, self.count = out, 0
-
-    def __call__(self, ladder: Ladder) -> None:
-        for step in ladder.steps[self.count :]:
-            _, name, verdict, loss, latency, size, took = row(step)
-            time = f", {latency} of the time" if latency else ""
-            cost = f"{time}, {size} of the bytes" if size else f": {step.fault}"
-            lost = f", loses {loss}" if loss else ""
-            self.out.remark(f"{name}: {verdict}{lost}{cost} ({took}; {step.why})")
-        self.count = len(ladder.steps)
 
 
 def _metric(asked: CompressOptions) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from sparsebit.cli import options
 from sparsebit.cli.inputs.calibrated_model import calibrated, formats, load_subject, read_config
 from sparsebit.cli.option_groups import retyped
-from sparsebit.cli.options import refuse
+from sparsebit.cli.options import read_limits, refuse
 from sparsebit.cli.outputs.output import Output
 from sparsebit.cli.outputs.output_files import need_own_text, replace_text
 from sparsebit.cli.outputs.recording import Recording
@@ -83,13 +85,8 @@ def files_of(output: Path, limits: list[float]) -> list[Path]:
 
 
 def read_budgets(texts: list[str]) -> dict[str, float]:
-    """`bytes=0.5` and the like."""
-    found: dict[str, float] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        refuse({f"{name.strip()} is given twice; give one limit": name.strip() in found}, "--budget")
-        try:
-            found[name.strip()] = float(number)
-        except ValueError:
-            refuse({f"{text!r}: write NAME=NUMBER, as bytes=0.5 or weight_bits=4": True}, "--budget")
-    return found
+    """`bytes=0.5` and the like, as numbers."""
+    try:
+        return {name: float(limit) for name, limit in read_limits(texts).items()}
+    except ValueError as fault:
+        raise typer.BadParameter(f"{fault}; write NAME=NUMBER, as bytes=0.5", param_hint="--budget") from None

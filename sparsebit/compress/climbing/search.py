@@ -67,15 +67,18 @@ class Search:
         return 60 * self.ladder.goal.minutes * (1 - _RESERVE) - self.seconds
 
     def run(self) -> Ladder:
-        """The finished ladder; of an interrupted search, the best so far."""
+        """The finished ladder; of an interrupted search, the best so far.
+
+        In the folder it is not finished yet: the caller writes that after the best candidate's files, so that a call
+        which was killed before continues.
+        """
         finished = True
         try:
             self._climb()
         except KeyboardInterrupt:
             log.warning("interrupted: the best candidate so far is kept; the same call again goes on")
             finished = False
-        self._conclude(finished=finished)
-        return self.ladder
+        return self._concluded(finished=finished)
 
     def _climb(self) -> None:
         while self._climbed_once():
@@ -149,7 +152,7 @@ class Search:
         self.folder.write(ladder)
         self.show(ladder)
 
-    def _conclude(self, *, finished: bool) -> None:
+    def _concluded(self, *, finished: bool) -> Ladder:
         """Choose among those that keep the goal: time the fastest again, judge on samples that selection never saw."""
         goal = self.ladder.goal
         self._time_again()
@@ -169,7 +172,9 @@ class Search:
             chosen = self._finally_judged(chosen)
         best = "" if chosen is None else chosen.name
         ladder = self.ladder.replace(best=best, met=met, seconds=self.seconds, finished=finished)
-        self._write(ladder.replace(reason=reason_for(ladder)))
+        ladder = ladder.replace(reason=reason_for(ladder))
+        self._write(ladder.replace(finished=False))
+        return ladder
 
     def _time_again(self) -> None:
         """Latencies that were measured minutes apart differ by noise: the nearest ones are timed in turns."""

@@ -5,6 +5,7 @@ A metric is a score, higher is better. It has one of these forms:
 - a name: "top1", of batches with labels; "agreement", without labels: `agreement` chooses how outputs are compared;
 - a function of one argument, `evaluate(model)`, with data of its own: returns a number, or one number per sample;
 - a function of two arguments, `metric(outputs, batch)`: one number per sample of the batch;
+- `PerSample(scores, name, unit)`, such a function of outputs, batch and the float model's outputs, with its unit;
 - `WholeSet(function)`, for scores that are not a mean over samples (mAP, correlation): `function(outputs, batches)`
   with lists of both returns one number.
 
@@ -106,7 +107,7 @@ Metric = PerSample | WholeSet | OfModel
 
 def read_metric(given: Any, outputs: Any, batch: Any) -> Metric:
     """The metric in one of its forms. `outputs`: of the float model on `batch`, which show what can be compared."""
-    if isinstance(given, (WholeSet, OfModel)):
+    if isinstance(given, (PerSample, WholeSet, OfModel)):
         return given
     if given is None or given == "agreement":
         return agreement(outputs)

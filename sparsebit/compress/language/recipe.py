@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsebit.errors import RecordError
-from sparsebit.llm.converting.targets import recipe_for
+from sparsebit.llm.converting.targets import TARGETS, recipe_for
 from sparsebit.llm.recipe import Recipe
 
 
@@ -50,11 +50,20 @@ def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
+_GROUPS = (128, 64, 32, 16)
+
+
 @dataclass(frozen=True)
 class LanguageStudy:
-    """What rungs may ask for. `float_bytes`: of the float model's folder."""
+    """What rungs may ask for. `float_bytes`: of the float folder; `columns`: how many inputs its layers have."""
 
     float_bytes: int
+    columns: frozenset[int]
 
     def recipe(self, values: dict[str, Any]) -> LanguageRecipe:
         return LanguageRecipe.from_dict(values)
+
+    def groups(self, target: str) -> list[int]:
+        """The sizes of groups, from 16 to 128, that the target stores and that divide the rows, the largest first."""
+        stored = TARGETS[target].groups or _GROUPS
+        return [size for size in _GROUPS if size in stored and not any(count % size for count in self.columns)]

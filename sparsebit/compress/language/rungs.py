@@ -45,7 +45,7 @@ def scales(known: Known) -> Candidate | None:
 @register_rung("small groups", order=40, models="language models")
 def small_groups(known: Known) -> Candidate | None:
     """The smallest usual groups: a scale for fewer weights."""
-    four, groups = _of_four_bits(known), [size for size in (_row(known).groups or (128, 64, 32)) if 32 <= size <= 128]
+    four, groups = _of_four_bits(known), [size for size in known.study.groups(known.goal.target) if size >= 32]
     if four is None or not known.loses or known.of("small groups") or len(groups) < 2:
         return None
     why = f"{four.name} {four.selection}; groups of {min(groups)} have a scale for fewer weights"
@@ -92,11 +92,13 @@ def fewer_bits(known: Known) -> Candidate | None:
         return None
     bits = below[len(done)]
     why = f"{last.name} is {last.verdict}; {bits} bits are smaller"
-    return _candidate(known, f"w{bits}", why, {"bits": bits, "scale_search": "gptq", "group_size": _least_group(known)})
+    return _candidate(known, f"w{bits}", why, {"bits": bits, "scale_search": "gptq", "group_size": _small_group(known)})
 
 
 def _candidate(known: Known, name: str, why: str, options: Mapping[str, Any]) -> Candidate:
-    chosen = {key: value for key, value in options.items() if value is not None}
+    groups = known.study.groups(known.goal.target)
+    usual = {"group_size": groups[0] if groups else 0}
+    chosen = {**usual, **{key: value for key, value in options.items() if value is not None}}
     return Candidate(name, why, LanguageRecipe(known.goal.target, chosen))
 
 
@@ -116,9 +118,9 @@ def _best_options(known: Known) -> dict[str, Any]:
     return {} if best is None else dict(known.recipe(best).options)
 
 
-def _least_group(known: Known) -> int | None:
-    """The smaller of usual groups for very few bits; None where the target has one size only."""
-    return 64 if 64 in (_row(known).groups or (64,)) else None
+def _small_group(known: Known) -> int | None:
+    """Of 64 weights, for very few bits; None if the target or the model has none."""
+    return 64 if 64 in known.study.groups(known.goal.target) else None
 
 
 def _bits_wanted(known: Known, made: list[LadderStep]) -> float | None:

@@ -44,7 +44,7 @@ def measured_placement(known: Known) -> Candidate | None:
     if recipe.placement != "default" or best.verdict == "too much loss":
         return None
     why = f"some layers of {best.name} may be slower in integers than in float on this machine"
-    return Candidate(f"{best.name}-placed", why, recipe.replace(placement="measured"))
+    return Candidate(f"{_base(best)}-placed", why, recipe.replace(placement="measured"))
 
 
 @register_rung("ranges", order=30)
@@ -121,55 +121,49 @@ def four_bits(known: Known) -> Candidate | None:
 
 @register_rung("mixed bits", order=70)
 def mixed_bits(known: Known) -> Candidate | None:
-    """4 or 8 bits per layer, by sensitivity: as few bytes as keep the loss, or the least loss in the budget."""
+    """2, 4 or 8 bits per layer, by sensitivity: as few bytes as keep the loss, or the least loss in the budget."""
     four = next((step for step in known.of("four bits") if step.cost is not None), None)
     eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
-    tried = known.of("mixed bits")
-    if four is None or eight is None or len(tried) >= _MOST_BITS_TRIES:
+    tried, bits = [step for step in known.of("mixed bits") if step.cost is not None], known.study.low_bits
+    if four is None or eight is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
         return None
     assert four.cost is not None and eight.cost is not None
-    low, high = four.cost.bytes_ratio, eight.cost.bytes_ratio
+    least = four.cost.bytes_ratio - (4 - bits[0]) / 32
+    low, high = (
+        (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, eight.cost.bytes_ratio)
+    )
     if "bytes" in known.goal.budget:
-        share = _limit(known, "bytes")
-        if tried and tried[-1].verdict == "over budget" and tried[-1].cost:
-            share *= share / tried[-1].cost.bytes_ratio
-        elif tried:
+        low, high, share = least, eight.cost.bytes_ratio, _share_under_budget(known, tried)
+        if share is None:
             return None
-    elif four.verdict == "within":
-        return None
-    else:  # bisection between the sizes of 4 and of 8 bits
+    else:  # bisection between the bits that keep the loss and those that do not
         for step in tried:
-            if step.cost is not None:
-                low, high = (low, step.cost.bytes_ratio) if step.verdict == "within" else (step.cost.bytes_ratio, high)
+            assert step.cost is not None
+            low, high = (low, step.cost.bytes_ratio) if step.verdict == "within" else (step.cost.bytes_ratio, high)
         share = (low + high) / 2
     if not low < share < high:
         return None
-    config = known.study.bits_under(with_effort(known.study.low_bit_config, "good"), _packed(share, four), (4, 8))
-    why = f"{four.name} {_loss(four)}; layers that lose most get 8 bits, at {share:.3f} of the float bytes"
+    config = known.study.bits_under(with_effort(known.study.low_bit_config, "good"), _packed(share, four), bits)
+    listed = " or ".join(map(str, bits))
+    why = f"{four.name} {_loss(four)}; {listed} bits by how much each layer loses, at {share:.3f} of the float bytes"
     return Candidate(f"mixed-{share:.3f}", why, Recipe(config))
 
 
 @register_rung("channels and bits", order=80)
 def channels_and_bits(known: Known) -> Candidate | None:
-    """Removes channels and chooses bits together, for a budget of bytes that 4 bits alone do not reach."""
+    """Removes channels and chooses bits together, for a budget of bytes that fewer bits do not reach, or not well."""
     four = next((step for step in known.of("four bits") if step.cost is not None), None)
     tried = [step for step in known.of("channels and bits") if step.cost is not None]
     if "bytes" not in known.goal.budget or four is None or len(known.of("channels and bits")) >= _MOST_JOINT_TRIES:
         return None
     assert four.cost is not None
-    limit = _limit(known, "bytes")
-    share = _packed(limit, four)
-    if tried:
-        spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
-        if 0 <= spares[-1] < _SPARE * limit:
-            return None
-        share += sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
-    elif limit > four.cost.bytes_ratio * 1.5:
+    limit, share = _limit(known, "bytes"), _share_under_budget(known, tried)
+    if share is None or limit > four.cost.bytes_ratio * 1.5:
         return None
-    found = known.study.channels_and_bits(known.study.low_bit_config, max(share, 0.01), (4, 8))
-    config = with_effort(found.qconfig, "good")
+    config = known.study.low_bit_config
+    found = known.study.channels_and_bits(config, max(_packed(share, four), 0.01), known.study.low_bits)
     why = f"the budget of {limit:.3f} of the bytes, against {four.cost.bytes_ratio:.3f} with 4 bits: channels go too"
-    return Candidate(f"joint-{share:.3f}", why, Recipe(config, sconfig=found.sconfig))
+    return Candidate(f"joint-{share:.3f}", why, Recipe(with_effort(found.qconfig, "good"), sconfig=found.sconfig))
 
 
 @register_rung("channels", order=90)
@@ -254,6 +248,15 @@ def _limit(known: Known, name: str) -> float:
 def _needs_fewer_bytes(known: Known) -> bool:
     """Whether 8 bits are too large, or smaller is better."""
     return known.goal.prefer == "bytes" or any(step.verdict == "over budget" for step in known.of("eight bits"))
+
+
+def _share_under_budget(known: Known, tried: list[LadderStep]) -> float | None:
+    """The share to ask for so that the file just fits; None if the last file does. A file is not what was planned."""
+    limit = _limit(known, "bytes")
+    spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
+    if spares and 0 <= spares[-1] < _SPARE * limit:
+        return None
+    return limit + sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
 
 
 def _packed(share: float, four: LadderStep) -> float:

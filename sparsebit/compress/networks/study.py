@@ -50,6 +50,13 @@ class Study:
             config = config.replace("A.QUANTIZER.DISABLE", True)
         return config.replace("W.QUANTIZER.BIT", 4)
 
+    @property
+    def low_bits(self) -> tuple[int, ...]:
+        """The bits from 2 to 8 that the target's files store weights in, the fewest first."""
+        backend = BACKENDS[self.bench.goal.target]
+        allowed = backend.weight.bits if 4 in backend.weight.bits else backend.weight_only.bits
+        return tuple(bits for bits in (2, 4, 8) if bits in allowed)
+
     def has_depthwise(self) -> bool:
         """Whether some convolution has one weight per channel, whose ranges differ widely."""
         convs = (m for m in self.bench.model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))

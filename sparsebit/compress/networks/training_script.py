@@ -52,7 +52,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"epoch {{epoch + 1}} of {{EPOCHS}}: loss {{float(loss):.4f}}")
+    print(f"epoch {{epoch + 1}} of {{EPOCHS}}: loss {{loss.item():.4f}}")
 qmodel.eval()
 qmodel.save(HERE / "trained")
 qmodel.export_onnx(calibration[0], HERE / "trained.onnx", check=calibration)

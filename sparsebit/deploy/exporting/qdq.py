@@ -145,7 +145,7 @@ def _lower_constant(
     if site.is_float8:
         storage, codes = FLOAT8, float8.codes_of(weight, site.scale, site.axis)
     else:
-        storage = storage_for(site.qmin, site.qmax, widths, site.name)
+        storage = storage_for(site.qmin, site.qmax, _safe_widths(node, weight, widths), site.name)
         codes = codes_of(weight, site.scale, site.zero_point, site.axis, site.group, site.qmin, site.qmax)
     site = site.without_single_groups(weight.shape)
     axis, attributes = site.place(weight.ndim)
@@ -162,6 +162,14 @@ def _lower_constant(
     inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
     _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
     return site.exported(storage, f"{site.name}/codes", axis)
+
+
+def _safe_widths(node: ir.Node, weight: Tensor, widths: frozenset[int]) -> frozenset[int]:
+    """Without 2 bits where ONNX Runtime computes nonsense: 1.25 to 1.31, in products whose outputs are not fours."""
+    is_looked_up = all(use.node.op_type == "Gather" for use in node.outputs[0].uses())
+    if weight.ndim != 2 or is_looked_up or not any(size % 4 for size in weight.shape):
+        return widths
+    return widths - {2}
 
 
 def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer import BadParameter
 
-from sparsebit.cli.verbs.compress import read_budget
+from sparsebit.cli.options import read_limits
 from sparsebit.records.ladder import Ladder
 from tests.cli.conftest import Sparsebit
 
@@ -66,6 +66,6 @@ def test_a_folder_of_something_else_is_refused(sparsebit: Sparsebit, project: Pa
 
 
 def test_budgets_are_read_once_each() -> None:
-    assert read_budget(["bytes=4MB", "latency=0.5"]) == {"bytes": "4MB", "latency": "0.5"}
+    assert read_limits(["bytes=4MB", "latency=0.5"]) == {"bytes": "4MB", "latency": "0.5"}
     with pytest.raises(BadParameter, match="given twice"):
-        read_budget(["bytes=1", "bytes=2"])
+        read_limits(["bytes=1", "bytes=2"])

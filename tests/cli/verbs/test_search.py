@@ -23,7 +23,8 @@ def test_writes_a_config_that_quantize_takes(sparsebit: Sparsebit, project: Path
 
 
 def test_budgets_without_sense(sparsebit: Sparsebit, project: Path) -> None:
-    assert "write NAME=NUMBER" in sparsebit(*COMMAND, "--budget", "bytes").err
+    assert "write NAME=LIMIT" in sparsebit(*COMMAND, "--budget", "bytes").err
+    assert "write NAME=NUMBER" in sparsebit(*COMMAND, "--budget", "bytes=much").err
     assert "bytes is given twice" in sparsebit(*COMMAND, "--budget", "bytes=0.5", "--budget", "bytes=0.3").err
     answer = sparsebit(*COMMAND, "--budget", "weight_bits=1")
     assert answer.code == 1 and "is the least that the options reach" in answer.err

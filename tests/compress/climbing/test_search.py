@@ -85,12 +85,14 @@ class Study:
 
 @pytest.fixture
 def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ladder]:
-    def run(trials: Trials, *rungs: Rung, begin: Ladder | None = None, final: Any = None) -> Ladder:
+    def run(
+        trials: Trials, *rungs: Rung, begin: Ladder | None = None, final: Any = None, show: Any = lambda _: None
+    ) -> Ladder:
         begin = begin or ladder()
         trials.finals, trials.limit = final or {}, begin.goal.max_loss
         folder = RunFolder(tmp_path / "run")
         with folder.alone():
-            return Search(trials, Study(), rungs, folder, folder.read("id") or begin, lambda _: None).run()
+            return Search(trials, Study(), rungs, folder, folder.read("id") or begin, show).run()
 
     return run
 
@@ -138,6 +140,52 @@ def test_an_interrupt_gives_the_best_so_far_and_the_same_call_goes_on(climb: Any
     second = climb(trials, rung("a", 8, 6))
     assert trials.tried == ["a6"]  # the first candidate is not tried again
     assert second.best == "02-a6" and second.finished
+
+
+class Killed(BaseException):
+    """Ends a call as SIGKILL does: nothing of the search handles it."""
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("moment", ["before the ladder is written", "after"])
+def test_a_search_killed_at_any_step_ends_as_one_that_was_not(climb: Any, place: int, moment: str) -> None:
+    outcomes = {"a8": (0.1, 0.5), "a4": (3.0, 0.2), "b6": (0.4, 0.4)}
+    rungs = rung("a", 8, 4), rung("b", 6)
+
+    class KilledTrials(Trials):
+        def made(self, recipe: Any, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
+            made = super().made(recipe, step, folder, rejects_above)
+            (folder / "model.onnx").write_text(step.name)
+            if moment != "after" and len(self.tried) == place:
+                raise Killed
+            return made
+
+    def killed(ladder: Ladder) -> None:
+        if moment == "after" and len(ladder.steps) == place:
+            raise Killed
+
+    with pytest.raises(Killed):
+        climb(KilledTrials(**outcomes), *rungs, show=killed)
+    trials = Trials(**outcomes)
+    found = climb(trials, *rungs)
+    assert trials.tried == ["a8", "a4", "b6"][place - (moment != "after") :]
+    assert [step.name for step in found.steps] == ["01-a8", "02-a4", "03-b6"]
+    assert (found.best, found.met, found.finished) == ("03-b6", True, True)
+    assert found.pareto == ("02-a4", "03-b6", "01-a8")
+
+
+def test_the_folder_says_finished_only_after_the_results_are_written(climb: Any, tmp_path: Path) -> None:
+    found = climb(Trials(a8=(0.1, 0.5)), rung("a", 8))
+    kept = RunFolder(tmp_path / "run").read("id")
+    assert found.finished and kept is not None and kept == found.replace(finished=False)
+    again = Trials()
+    assert climb(again, rung("a", 8)).replace(seconds=found.seconds) == found and not again.tried
+
+
+def test_the_time_of_a_stopped_search_counts(climb: Any) -> None:
+    begun = ladder(minutes=1.0).replace(seconds=58.0)
+    trials = Trials(a8=(0.1, 0.5))
+    assert not climb(trials, rung("a", 8), begin=begun).steps and not trials.tried  # 57 s are for candidates
 
 
 def test_nothing_within_the_loss_gives_the_nearest_with_the_reason(climb: Any) -> None:

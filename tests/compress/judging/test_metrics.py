@@ -20,6 +20,7 @@ from sparsebit.compress.judging.metrics import (
     WholeSet,
     as_scores,
     first_output,
+    has_own_data,
     labels_of,
     read_metric,
 )
@@ -91,6 +92,7 @@ def test_forms_of_functions() -> None:
 
     assert isinstance(read_metric(evaluate, LOGITS, None), OfModel)
     assert isinstance(read_metric(WholeSet(lambda outputs, batches: 0.0), LOGITS, None), WholeSet)
+    assert read_metric(NOISE, LOGITS, None) is NOISE and not has_own_data(NOISE)
     metric = read_metric(per_sample, LOGITS, None)
     assert isinstance(metric, PerSample) and metric.name == "per_sample"
     assert metric.scores(LOGITS, None, None).tolist() == [3.0, 0.0, 1.0]

@@ -27,7 +27,7 @@ class Ladder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for bits in BITS:
-            self.add_module(f"b{bits}", nn.Linear(10, 6))
+            self.add_module(f"b{bits}", nn.Linear(12, 8))
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [self.get_submodule(f"b{bits}")(x) for bits in BITS]
@@ -48,7 +48,7 @@ def ladder(kind: str, scheme: str, folder: Path, **changes: Any) -> Exported:
     other = "A" if kind == "W" else "W"
     settings = {f"{kind}.QSCHEME": scheme, f"{kind}.SPECIFIC": specific, f"{other}.QUANTIZER.DISABLE": True}
     torch.manual_seed(0)
-    return Exported(Ladder(), torch.randn(5, 10), {**settings, **changes}, folder)
+    return Exported(Ladder(), torch.randn(5, 12), {**settings, **changes}, folder)
 
 
 SCHEMES = ["per-tensor-affine", "per-channel-symmetric", "per-group-symmetric", "per-group-affine"]
@@ -56,7 +56,7 @@ SCHEMES = ["per-tensor-affine", "per-channel-symmetric", "per-group-symmetric", 
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    changes = {"W.QUANTIZER.GROUP_SIZE": 4} if "group" in request.param else {}  # 10 = 4 + 4 + 2: a ragged group
+    changes = {"W.QUANTIZER.GROUP_SIZE": 5} if "group" in request.param else {}  # 12 = 5 + 5 + 2: a ragged group
     return ladder("W", request.param, tmp_path_factory.mktemp("weights"), **changes)
 
 
@@ -76,6 +76,34 @@ def test_weights_are_stored_in_the_narrowest_type(weights: Exported) -> None:
     sign = "INT" if weights.qmodel.config.W.symmetric else "UINT"
     assert {bits: kinds[f"b{bits}.weight/codes"] for bits in BITS} == {b: f"{sign}{CONTAINERS[b]}" for b in BITS}
     assert opset(weights.file) == 25  # the first one with int2
+
+
+TWO_BITS = {
+    "linear": (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)), {"INT2"}),
+    "outputs that are not fours": (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 33)), {"INT2", "INT4"}),
+    "convolutions": (nn.Sequential(nn.Conv1d(64, 6, 3), nn.Conv1d(6, 6, 1, groups=6)), {"INT2"}),
+}
+
+
+@pytest.mark.parametrize("name", TWO_BITS)
+@pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-group-affine"])
+def test_onnxruntime_runs_two_bits(name: str, scheme: str, tmp_path: Path) -> None:
+    model, kinds = TWO_BITS[name]
+    changes = {"BACKEND": "onnxruntime", "A.QUANTIZER.DISABLE": True, "W.QUANTIZER.BIT": 2, "W.QSCHEME": scheme}
+    if "group" in scheme:
+        changes["W.QUANTIZER.GROUP_SIZE"] = 32
+        kinds = {f"U{kind}" for kind in kinds}
+    torch.manual_seed(0)
+    x = torch.randn(5, 64, 16) if name == "convolutions" else torch.randn(5, 64)
+    exported = Exported(model, x, changes, tmp_path, check=[x])  # the check compares it with the simulation
+    assert {kind for site, kind in types(exported.file).items() if site.endswith("/codes")} == kinds
+
+
+def test_two_bit_embeddings_have_any_number_of_rows(tmp_path: Path) -> None:
+    changes = {"BACKEND": "onnxruntime", "A.QUANTIZER.DISABLE": True, "W.QUANTIZER.BIT": 2}
+    ids = torch.randint(0, 33, (4, 7))
+    exported = Exported(nn.Sequential(nn.Embedding(33, 18)), ids, changes, tmp_path, check=[ids])
+    assert types(exported.file)["0.weight/codes"] == "INT2"
 
 
 def test_codes_stay_in_their_true_range(weights: Exported) -> None:
@@ -212,7 +240,7 @@ def test_what_is_no_number_is_stored_as_zero() -> None:
 
 
 def test_half_precision_is_cast_around_the_float32_nodes(tmp_path: Path) -> None:
-    exported = Exported(nn.Sequential(nn.Linear(10, 6)).half(), torch.randn(5, 10).half(), {}, tmp_path)
+    exported = Exported(nn.Sequential(nn.Linear(12, 8)).half(), torch.randn(5, 12).half(), {}, tmp_path)
     casts = {name for name, node in exported.nodes.items() if node.op_type == "Cast"}
     assert casts == {"0.input/in", "0.input/out", "0.weight/out"}
 
@@ -220,7 +248,7 @@ def test_half_precision_is_cast_around_the_float32_nodes(tmp_path: Path) -> None
 @pytest.mark.parametrize("scheme", ["per-tensor-symmetric", "per-channel-symmetric"])
 def test_fp8_weights_keep_their_axis(scheme: str, tmp_path: Path) -> None:
     changes = {"W.QUANTIZER.TYPE": "fp8", "W.QSCHEME": scheme, "A.QUANTIZER.DISABLE": True}
-    exported = Exported(nn.Sequential(nn.Linear(10, 6)), torch.randn(5, 10), changes, tmp_path)
+    exported = Exported(nn.Sequential(nn.Linear(12, 8)), torch.randn(5, 12), changes, tmp_path)
     assert worst(exported.qmodel, exported.file, exported.x) <= EXACT
 
 
