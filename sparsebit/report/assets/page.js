@@ -213,7 +213,7 @@ function pareto(run, cost, name, show) {
   const steps = run.steps.filter(step => step[cost] !== undefined && step.loss !== undefined);
   if (steps.length < 2) return null;
   const [W, H, L, B, T, R] = [640, 380, 62, 50, 18, 20];
-  const xs = [...steps.map(step => step[cost]), run.max_cost].filter(value => value !== undefined), ys = [0, ...steps.map(step => step.loss), run.max_loss].filter(value => value !== undefined);
+  const xs = [...steps.map(step => step[cost]), run.max_cost].filter(value => value !== undefined), ys = [0, ...steps.flatMap(step => [step.loss, step.loss - (step.bound || 0), step.loss + (step.bound || 0)]), run.max_loss].filter(value => value !== undefined), left = run.steps.length - steps.length;
   const pad = (low, high, least) => { const room = Math.max(0.08 * (high - low), (least - (high - low)) / 2); return [low - room, high + room]; };
   const [x0, x1] = pad(Math.min(...xs), Math.max(...xs), 0.2 * Math.max(...xs)), [y0, y1] = pad(Math.min(...ys), Math.max(...ys), 0.1);
   const x = value => L + (value - x0) / (x1 - x0) * (W - L - R), y = value => H - B - (value - y0) / (y1 - y0) * (H - B - T);
@@ -233,8 +233,8 @@ function pareto(run, cost, name, show) {
       svg("path", { class: `point${step.is_pareto ? " front" : ""}${step.is_best ? " best" : ""}`, d: shapes[step.verdict] || shapes.other, transform: `translate(${x(step[cost])},${y(step.loss)})`, tabindex: 0, role: "button",
         "data-step": step.name, "aria-label": `${step.name}: ${step.verdict}, loss ${short(step.loss)}, ${cost === "bits" ? `${written(step[cost])} bits` : `${written(step[cost])} of the ${name}`}`, onclick: () => show(step), onkeydown: onKeys(() => show(step)) },
         svg("title", {}, `${step.name}: ${step.verdict}`))])),
-    el("figcaption", { class: "legend" }, [["within", "keeps the loss"], ["too much loss", "loses too much"], ["other", "over budget"]].map(([shape, text]) =>
-      el("span", {}, svg("svg", { viewBox: "-10 -10 20 20" }, svg("path", { class: "point", d: shapes[shape] })), text)), el("span", {}, "line: not beaten by another; bars: 95 % bound")));
+    el("figcaption", { class: "legend" }, [["within", "within the goal"], ["too much loss", "loses too much"], ["other", "over budget"]].map(([shape, text]) =>
+      el("span", {}, svg("svg", { viewBox: "-10 -10 20 20" }, svg("path", { class: "point", d: shapes[shape] })), text)), el("span", {}, `line: not beaten by another; bars: 95 % bound${left ? `; ${left} ${left === 1 ? "step was" : "steps were"} not judged` : ""}`)));
 }
 
 // --- the graph: boxes of modules, drawn open where their parts are large enough on the screen
