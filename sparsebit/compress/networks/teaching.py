@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 BATCH = 32
 _HELD = 8  # one piece in so many is not learned from, and decides whether the result is kept
 # A step of Adam moves a weight by about this share of the weights' size, so one rate fits networks of every scale.
-_RATE, _LEAST_RATE = 0.015, 1e-5
+_RATE, _LEAST_RATE = 0.004, 1e-5
 
 
 def learn_outputs(student: nn.Module, teacher: nn.Module, batches: Sequence[Any], steps: int) -> nn.Module:
