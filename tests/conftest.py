@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import gc
 import importlib
 import logging
 import os
 import random
-import sys
-import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +17,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from torch._export import utils as export_utils
 
 from sparsebit.deploy.audit import audit_file as audit_module
 from sparsebit.deploy.sessions import timing
@@ -29,7 +24,7 @@ from sparsebit.deploy.sessions.cpu import saturates
 from sparsebit.graph.values.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
 from sparsebit.registry import ALGORITHMS, OBSERVERS, QUANTIZERS
-from tests import torchvision_shim
+from tests import export_caches, torchvision_shim
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,39 +86,13 @@ def _known_names() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _onnx_translations_are_read_once() -> None:
-    """Every export of torch parses the source of all its ONNX translations: nearly half of a small model's time."""
-    module = sys.modules.get("torch.onnx._internal.exporter._registration")  # loaded by the first export
-    if module is None or hasattr(module.ONNXRegistry.from_torchlib, "is_read_once"):
-        return
-    read = functools.cache(module.ONNXRegistry.from_torchlib)
-
-    def copied(opset_version: int = module.ONNXRegistry().opset_version) -> Any:
-        registry = copy.copy(read(opset_version))
-        registry.functions = {target: list(found) for target, found in registry.functions.items()}
-        return registry  # the export adds translations of its own
-
-    copied.is_read_once = True  # type: ignore[attr-defined]
-    module.ONNXRegistry.from_torchlib = staticmethod(copied)
+def _translations() -> None:
+    export_caches.read_translations_once()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ops_are_listed_once() -> Iterator[None]:
-    """Every export of torch looks each composite op of the dispatcher up, once for each of 30 namespaces: a sixth of
-    its time. It is needed again only where ops were added since.
-    """
-    listed: list[Any] = []
-
-    def list_new() -> None:
-        found = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        if listed != [found]:
-            list_all()
-            listed[:] = [found]
-
-    list_all = export_utils._materialize_cpp_cia_ops
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_utils, "_materialize_cpp_cia_ops", list_new)
-        patch.setattr(torch._ops, "Callable", typing.Callable)  # evaluated for each op: those of typing are cached
+def _composite_ops() -> Iterator[None]:
+    with export_caches.composite_ops_once():
         yield
 
 

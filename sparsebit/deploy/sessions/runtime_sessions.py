@@ -7,6 +7,7 @@ a subclass of `Session` and a row in `open_session`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from abc import ABC, abstractmethod
@@ -168,7 +169,7 @@ class _OpenVino(Session):
     runtime = "openvino"
 
     def __init__(self, file: File, num_threads: int, options: Mapping[str, str]) -> None:
-        core = _imported("openvino").Core()
+        core = _core(_imported("openvino"))
         settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
         if num_threads:
             settings["INFERENCE_NUM_THREADS"] = num_threads
@@ -189,6 +190,14 @@ class _OpenVino(Session):
             _check_shapes(feeds, self.input_shapes)
             found = self.request.infer(dict(feeds))
         return [found[port].copy() for port in self.compiled.outputs]
+
+
+@functools.cache
+def _core(openvino: Any) -> Any:
+    """One for the whole process. Each core replaces the main thread's stack for signals and frees its own in the end:
+    after two that overlapped, the next signal, such as Ctrl-C, ends the process with a segmentation fault.
+    """
+    return openvino.Core()
 
 
 def _openvino_shape(shape: Any) -> tuple[int | None, ...]:

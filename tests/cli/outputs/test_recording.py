@@ -21,7 +21,7 @@ def test_quantize_then_profile(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(*QUANTIZE, "-o", "saved", "--json")
     assert answer.code == 0, answer.err
     record = read_record("r.json")
-    assert record.sections == ("model", "config", "plan", "coverage", "calibration", "output")
+    assert record.sections == ("model", "config", "plan", "graph", "coverage", "calibration", "output")
     assert answer.json["record"] == "r.json" and answer.json["coverage"]["num_weighted"] == 3
     assert record.model is not None and (record.model.name, record.model.module_type) == ("own_project:Net", "Net")
     assert record.calibration is not None and record.calibration.num_samples == 24
@@ -56,7 +56,7 @@ def test_another_calibration_starts_anew_and_says_so(sparsebit: Sparsebit, proje
     answer = sparsebit(*QUANTIZE, "-n", "4", "-o", "saved")
     assert (
         answer.code == 0
-        and "r.json: model, config, plan, coverage, calibration, output, errors described" in answer.err
+        and "r.json: model, config, plan, graph, coverage, calibration, output, errors described" in answer.err
     )
     record = read_record("r.json")
     assert not record.errors and record.calibration is not None and record.calibration.num_samples == 4
@@ -129,7 +129,7 @@ def test_every_verb_fills_one_record(sparsebit: Sparsebit, project: Path) -> Non
         assert answer.code == 0, (command, answer.err)
     record = read_record("r.json")
     assert record.sections == (
-        *("model", "config", "plan", "coverage", "calibration", "output"),
+        *("model", "config", "plan", "graph", "coverage", "calibration", "output"),
         *("errors", "file", "parity", "audits"),
     )
     assert [run.verb for run in record.runs] == ["quantize", "profile", "audit", "check", "check"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 from pathlib import Path
 
@@ -44,6 +46,20 @@ def test_outputs_are_not_overwritten_by_the_next_run(file: Path) -> None:
         kept = first.copy()
         session.run({"x": -images()})
         assert np.array_equal(first, kept), runtime
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_signals_have_a_stack_after_sessions_that_overlapped(file: Path) -> None:
+    """Without one, Ctrl-C is a segmentation fault."""
+    pytest.importorskip("openvino")
+    first, second = (open_session(file, "openvino") for _ in range(2))
+    del first
+    del second
+    gc.collect()
+    stack = (ctypes.c_size_t * 3)()  # address, flags, size
+    assert ctypes.CDLL(None).sigaltstack(None, stack) == 0
+    mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert not stack[0] or any(int(begin, 16) <= stack[0] < int(end, 16) for begin, end in mapped)
 
 
 def test_without_optimization_nodes_stay_as_they_are(file: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_cache_of_generated_tokens_is_named_with_what_to_do() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
     model, batch = transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.arange(8)[None]}
     virtual = "{BACKEND: virtual, DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {BIT: 8}}}"
-    said = str(sparsebit.quantize(model, [batch] * 8, virtual).coverage)
+    said = str(sparsebit.quantize(model, [batch], virtual).coverage)
     assert "use_cache=False" in said and "never saw a float tensor" in said and "QUANTIZER.DISABLE" not in said
     model.config.use_cache = False
-    assert "7 of 7 weighted layers quantized" in str(sparsebit.quantize(model, [batch] * 8, virtual).coverage)
+    assert "7 of 7 weighted layers quantized" in str(sparsebit.quantize(model, [batch], virtual).coverage)

@@ -80,7 +80,7 @@ def step(qmodel: QuantModel, x: Tensor) -> dict[str, Tensor | None]:
     return {"output": output.detach(), "x": x.grad} | {name: p.grad for name, p in qmodel.named_parameters()}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5),
     kind=st.sampled_from(["lsq", "lsq+", "uniform", "pact"]),
