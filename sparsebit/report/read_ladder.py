@@ -23,6 +23,7 @@ _PACKED = "model"  # the folder of a candidate's packed language model, in the c
 def run_of_folder(folder: Path, ladder: Ladder) -> Run:
     """The run with the record of its best file, if that has been written."""
     run = run_of_ladder(ladder, folder.resolve().name)
+    run = run.replace(reproduce=run.reproduce.replace(str(folder.resolve()), run.name))  # the page may be mailed
     best = _best(folder, ladder)
     if best is None:
         return run
