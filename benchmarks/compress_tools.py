@@ -133,8 +133,10 @@ def neural_compressor(case: Case, folder: Path, minutes: float) -> Found:
             positional, named = inputs_of(batch, case.model)
             model(*positional, **named)
 
+    inputs = args or tuple(kwargs.values())
+    free = tuple({0: torch.export.Dim.AUTO} for _ in inputs)  # batches of any size
     found = autotune(
-        export(case.model, args or tuple(kwargs.values())),
+        export(case.model, inputs, dynamic_shapes=free),
         config,
         lambda model: total(case, model, case.validation),
         run_fn=calibrate,

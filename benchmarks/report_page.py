@@ -5,11 +5,11 @@ python benchmarks/report_page.py
 
 from __future__ import annotations
 
+import random
 import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,26 @@ def measure(browser: Any, file: Path) -> tuple[float, float]:
 
 def made_run(num_layers: int) -> Run:
     """Residual blocks of four layers in stages of six blocks; each layer with two quantized tensors."""
-    bins = Bins(-1.0, 0.05, HEIGHTS[:32] + HEIGHTS[32:0:-1])
-    scales = tuple(0.001 * (1 + place) for place in range(32))
-    weight = Tensor("weight", "int8", 8, 32, 38.0, -0.9, 1.0, -1.0, 1.0, 0.0, "minmax", scales, scales, bins, bins)
-    tensors = (weight, replace(weight, role="input", num_scales=1, sqnr_db=22.0, clipped=0.02, scales=()))
+    chance = random.Random(0)
     layers = []
     for place in range(num_layers):
         block, inputs = place // 4, {place - 1} if place else set()
         inputs |= {place - 4} if place % 4 == 0 and place else set()
         name = f"stages.{block // 6}.blocks.{block % 6}.conv{place % 4}"
         layer = Layer(name, "conv", "integer", 8, 8, 45.0 - place % 35, 9216, 36864, macs=10**6, ms=0.1, float_ms=0.2)
+        tensors = made_tensor("weight", chance), made_tensor("input", chance)
         layer = layer.replace(inputs=tuple(sorted(inputs)), tensors=tensors)
         layers.append(layer.replace(causes=causes_of(layer)))
     drawing = draw([layer.name for layer in layers], [layer.inputs for layer in layers])
     return Run("large", "ONNX file", layers=tuple(layers), drawing=drawing)
+
+
+def made_tensor(role: str, chance: random.Random) -> Tensor:
+    """With all that a record may hold of one."""
+    scales = tuple(sorted(chance.random() for _ in range(64)))
+    bins = [Bins(-1.0, chance.random(), "".join(chance.choices(HEIGHTS, k=64))) for _ in range(2)]
+    numbers = [round(chance.uniform(0, 4), 4) for _ in range(6)]
+    return Tensor(role, "int8", 8, 64, *(10 + 10 * numbers[0], *numbers[1:5], 0.01), "minmax", scales, scales, *bins)
 
 
 if __name__ == "__main__":

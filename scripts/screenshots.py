@@ -24,9 +24,9 @@ from sparsebit.report import read_run, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "docs" / "assets"
-LAYER = "features.4.body.1.0"  # whose details are shown, if there is one of this name
+LAYER = "features.12.body.0.0"  # whose details are shown
 MOST_BYTES = 300_000
-NAMES = ("report-light.png", "report-dark.png", "report-phone.png")
+NAMES = ("report-light.png", "report-dark.png")
 Subject = tuple[nn.Module, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
@@ -88,21 +88,18 @@ def take(page: Path) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        wide = {"width": 1280, "height": 860}
-        top = browser.new_page(viewport=wide, device_scale_factor=1)
+        wide, high = {"width": 1280, "height": 860}, {"width": 1280, "height": 1215}
+        top = browser.new_page(viewport=high)
         top.goto(page.as_uri())
         top.wait_for_timeout(500)
         top.screenshot(path=ASSETS / NAMES[0])
         dark = browser.new_page(viewport=wide, color_scheme="dark")
         dark.goto(f"{page.as_uri()}#layer={LAYER}")
         dark.wait_for_timeout(500)
-        dark.get_by_label("To the module around").click()
+        dark.get_by_role("group", name="Colour by").get_by_text("Time").click()
+        dark.get_by_label("Show all").click()
         dark.wait_for_timeout(300)
         dark.locator("#graph").screenshot(path=ASSETS / NAMES[1])
-        phone = browser.new_page(viewport={"width": 400, "height": 800})
-        phone.goto(page.as_uri())
-        phone.wait_for_timeout(500)
-        phone.screenshot(path=ASSETS / NAMES[2])
         browser.close()
     for name in NAMES:
         size = (ASSETS / name).stat().st_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsebit.errors import CheckpointError
-from sparsebit.tensor_files import digest, load_tensors, save_tensors
+from sparsebit.tensor_files import StoredTensor, digest, load_tensors, save_tensors, stored_tensors
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -27,6 +27,22 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items()
     )
     assert digest(loaded) == digest(tensors)
+
+
+def test_a_header_tells_shapes_and_bytes(tmp_path: Path) -> None:
+    tensors = {
+        "half": torch.zeros(5, 2, dtype=torch.bfloat16),
+        "eighth": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(3),
+    }
+    save_tensors(tensors, tmp_path / "file", {})
+    assert stored_tensors(tmp_path / "file") == {
+        "half": StoredTensor("BF16", (5, 2), 20),
+        "eighth": StoredTensor("F8_E4M3", (3,), 3),
+        "flags": StoredTensor("BOOL", (2,), 2),
+        "scalar": StoredTensor("I64", (), 8),
+    }
 
 
 def test_a_digest_sees_names_types_shapes_and_values() -> None:

@@ -2,7 +2,7 @@
 
 None, an empty text and an empty tuple mean that no record has the fact; the page hides it. The page's script
 (`assets/page.js`) reads these fields by name, so a renamed field is renamed there too. Numbers are rounded to four
-digits and histograms are written as one character per bin: a page of 1,000 layers should stay below 1.4 MB.
+digits, and histograms are written as one character per bin: a page has at most 400 kB, and 1 kB for each layer.
 """
 
 from __future__ import annotations
@@ -65,6 +65,15 @@ class Bins:
 
     low: float
     width: float
+    heights: str
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Values in ascending order: the ends, and a character of `HEIGHTS` for each, its share of the largest."""
+
+    low: float
+    high: float
     heights: str
 
 
@@ -210,7 +219,10 @@ class Page:
 def plain(value: Any) -> Any:
     """The value as JSON without what is absent; numbers have four digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((field.name, plain(getattr(value, field.name))) for field in dataclasses.fields(value))
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, Tensor):
+            given |= {"scales": levels(value.scales), "peaks": levels(value.peaks)}
+        pairs = ((name, plain(item)) for name, item in given.items())
         return {name: item for name, item in pairs if item is not None and item not in ("", [], {})}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
@@ -227,6 +239,15 @@ def bins(found: ValueHistogram | None) -> Bins | None:
     # A square root, because the tails that decide the range are a thousandth of the fullest bin.
     heights = (math.ceil(last * math.sqrt(count / most)) if most else 0 for count in found.counts)
     return Bins(found.low, found.width, "".join(HEIGHTS[height] for height in heights))
+
+
+def levels(values: Sequence[float]) -> Levels | None:
+    """Sorted values in short form; None for fewer than two, which have no shape."""
+    if len(values) < 2:
+        return None
+    last, most = len(HEIGHTS) - 1, max(max(values), 0.0)
+    heights = (round(last * max(value, 0.0) / most) if most else 0 for value in values)
+    return Levels(values[0], values[-1], "".join(HEIGHTS[height] for height in heights))
 
 
 def number_of_bits(kind: str) -> int | None:

@@ -23,6 +23,7 @@ _PACKED = "model"  # the folder of a candidate's packed language model, in the c
 def run_of_folder(folder: Path, ladder: Ladder) -> Run:
     """The run with the record of its best file, if that has been written."""
     run = run_of_ladder(ladder, folder.resolve().name)
+    run = run.replace(reproduce=run.reproduce.replace(str(folder.resolve()), run.name))  # the page may be mailed
     best = _best(folder, ladder)
     if best is None:
         return run
@@ -79,7 +80,7 @@ def _limit_of_plot(ladder: Ladder, name: str, limit: float | None) -> float | No
 
 
 def _unit(ladder: Ladder) -> str:
-    """Of the metric, which only judgements know."""
+    """The metric's unit, which only judgements have."""
     return next((judged.unit for step in ladder.steps if (judged := step.final or step.selection) is not None), "")
 
 
@@ -151,7 +152,7 @@ def _recipe(step: LadderStep) -> dict[str, str]:
 
 
 def _call_words(recipe: dict[str, Any]) -> str:
-    """Of a language model: the call that makes its recipe."""
+    """The call that makes a language model's recipe."""
     options = recipe.get("options") or {}
     given = [repr(recipe["target"]), *(f"{name}={_python(value)}" for name, value in options.items())]
     return f"sparsebit.llm.recipe_for({', '.join(given)})"

@@ -1,7 +1,7 @@
 """The folder of a quantized language model as a run of the page.
 
-A folder that `sparsebit.llm.quantize` wrote has a record of its layers. Of others, the page shows what the headers of
-the files and the config say.
+A folder that `sparsebit.llm.quantize` wrote has a record of its layers. For other folders, the page shows the headers
+of the files and the config.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _cards(layers: tuple[Layer, ...], record: PackedModel | None, num_bytes: int
 
 
 def _perplexity_card(folder: Path) -> list[Card]:
-    """What `sparsebit llm quantize --heldout` measured."""
+    """The perplexity that `sparsebit llm quantize --heldout` measured."""
     file = folder / PERPLEXITY_FILE
     if not file.exists():
         return []
@@ -200,7 +200,7 @@ def _cost(value: Any) -> float | None:
 
 
 def _float_table(tensors: Mapping[str, StoredTensor], layers: tuple[Layer, ...]) -> list[Table]:
-    """What is not packed, the largest first."""
+    """The tensors that are not packed, the largest first."""
     packed = {layer.name for layer in layers}
     others = [(name, one) for name, one in tensors.items() if not packed & {name.rpartition(".")[0]}]
     rows = tuple(

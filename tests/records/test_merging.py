@@ -10,6 +10,7 @@ from sparsebit.errors import RecordError
 from sparsebit.records import FileFacts, RunRecord
 from sparsebit.records.audit import Latency
 from sparsebit.records.merging import merged
+from sparsebit.records.scores import ModelScore, ScoreFacts
 from tests.records.examples import FILE, MODEL, RECORD, audit, parity, profile, run
 from tests.records.random_records import RECORDS
 
@@ -40,6 +41,15 @@ def test_newer_ones_of_the_same_kind_replace_older_ones() -> None:
         ("onnxruntime", 2),
         ("openvino", 1),
     ]
+
+
+def test_accuracy_goes_with_the_file_that_was_scored() -> None:
+    scored = RECORD.replace(accuracy=ScoreFacts("top-1", "%", (ModelScore("float", 92.0), ModelScore("file", 91.0))))
+    new = RunRecord(model=MODEL, file=OTHER_FILE, runs=(run("export", made=("file",)),))
+    record, dropped = merged(scored, new)
+    assert record.accuracy is None and "accuracy" in dropped
+    record, dropped = merged(scored.replace(file=None, parity=(), audits=()), new)
+    assert record.accuracy == scored.accuracy and not dropped
 
 
 def test_a_look_at_the_file_keeps_what_is_known_of_it() -> None:

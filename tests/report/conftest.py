@@ -19,9 +19,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def browser() -> Iterator[Any]:
     """A headless Chromium."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium here (apt-get install chromium)")
     with sync_api.sync_playwright() as playwright:
+        if CHROMIUM is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("there is no chromium here (apt-get install chromium, or playwright install chromium)")
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made
         made.close()

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 
 from sparsebit.report.html import page_html
 from sparsebit.report.read_ladder import run_of_ladder
@@ -39,7 +40,7 @@ def test_texts_of_records_are_no_markup() -> None:
     text = page(f"{HOSTILE} & </title>")
     assert HOSTILE not in text and text.count("<script") == 2
     assert "<title>&lt;script&gt;alert(1)&lt;/script&gt; &amp; &lt;/title&gt;</title>" in text
-    data = json.loads(block(text, 'id="data">', "</script>"))
+    data = json.loads(zlib.decompress(base64.b64decode(block(text, 'id="data">', "</script>"))))
     assert data["runs"][1]["name"] == HOSTILE and data["runs"][0]["layers"][-1]["name"] == HOSTILE
 
 

@@ -6,7 +6,18 @@ import math
 import pytest
 
 from sparsebit.records.error_profile import ValueHistogram
-from sparsebit.report.page_data import HEIGHTS, Card, Run, bins, decibels, number_of_bits, plain, quantity
+from sparsebit.report.page_data import (
+    HEIGHTS,
+    Card,
+    Run,
+    Tensor,
+    bins,
+    decibels,
+    levels,
+    number_of_bits,
+    plain,
+    quantity,
+)
 
 
 def test_plain_leaves_out_what_is_absent_and_keeps_falsehoods() -> None:
@@ -29,6 +40,17 @@ def test_heights_are_square_roots_and_one_value_is_seen() -> None:
     found = bins(ValueHistogram(0.0, 1.0, (0, 1, 2500, 10000)))
     assert found is not None and [HEIGHTS.index(char) for char in found.heights] == [0, 1, 32, 63]
     assert bins(None) is None and bins(ValueHistogram(0.0, 1.0, ())) is None
+
+
+def test_sorted_values_keep_their_ends_and_their_shape() -> None:
+    found = levels((0.0, 0.5, 2.0))
+    assert found is not None and (found.low, found.high) == (0.0, 2.0)
+    assert [HEIGHTS.index(char) for char in found.heights] == [0, 16, 63]
+    assert levels((1.0,)) is None and plain(Tensor("weight", "int8", scales=(0.1,))) == {
+        "role": "weight",
+        "format": "int8",
+    }
+    assert plain(Tensor("weight", "int8", peaks=(1.0, 4.0)))["peaks"] == {"low": 1, "high": 4, "heights": "Q_"}
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("uint8", 8), ("int4", 4), ("float8_e4m3", 8), ("strange", None)])

@@ -22,6 +22,11 @@ class ShownSteps:
             cost = f", {', '.join([*shares, *bits])}" if shares else f": {step.fault}"
             lost = f", loses {found['loss']}" if found["loss"] else ""
             self.out.remark(f"{step.name}: {step.verdict}{lost}{cost} ({found['took']}; {step.why})")
+        if len(ladder.steps) > self.count and not ladder.finished:
+            left = max(0.0, ladder.goal.minutes - ladder.seconds / 60)
+            self.out.remark(
+                f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} minutes left"
+            )
         self.count = len(ladder.steps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from sparsebit.compress.climbing.goal import used
 from sparsebit.records.ladder import Cost, Ladder, LadderStep
@@ -10,8 +11,8 @@ from sparsebit.records.ladder import Cost, Ladder, LadderStep
 TRAINING = "train.py"
 
 
-def reason_for(ladder: Ladder) -> str:
-    """One or two sentences."""
+def reason_for(ladder: Ladder, worst_layers: Sequence[str] = ()) -> str:
+    """One or two sentences. `worst_layers`: those that cost the best candidate its accuracy, if it loses too much."""
     if not ladder.best:
         faults = [step.fault for step in ladder.steps if step.fault]
         why = f"all {len(ladder.steps)} failed: {faults[-1]}" if faults else "the time was over before the first"
@@ -19,7 +20,9 @@ def reason_for(ladder: Ladder) -> str:
     best = ladder.step(ladder.best)
     if ladder.met:
         return f"{best.name} {_loss(best)}{_costs(ladder, best)}"
-    return f"{_why_not(ladder)}; the nearest is {best.name}: it {_loss(best)}{_costs(ladder, best)}. {_next(ladder)}"
+    layers = f", most of it at {', '.join(worst_layers)}" if worst_layers else ""
+    nearest = f"it {_loss(best)}{layers}{_costs(ladder, best)}"
+    return f"{_why_not(ladder)}; the nearest is {best.name}: {nearest}. {_next(ladder)}"
 
 
 def _loss(step: LadderStep) -> str:

@@ -7,9 +7,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from sparsebit.compress.climbing.conclusion import TRAINING
+from sparsebit.compress.climbing.conclusion import TRAINING, reason_for
 from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.networks.bench import Bench
+from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.training_script import training_script
 from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, load
 from sparsebit.deploy.audit.audit_file import audit
@@ -19,6 +20,7 @@ from sparsebit.records.ladder import Ladder, LadderStep
 
 BEST, CONFIG, PLACEMENT, SPARSITY = "best.onnx", "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
+_NUM_NAMED = 3  # of the layers that cost the most accuracy
 
 
 def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
@@ -44,6 +46,9 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
     placed = f', placement="{run.path / PLACEMENT}"' if has_profile else ""
     net = f'sparsebit.sparse.load("{run.path / SMALL}", model)' if recipe["sparsity"] else "model"
     again = f'sparsebit.quantize({net}, batches, "{run.path / CONFIG}"{placed})'
+    if step.verdict == "too much loss":
+        worst = Study(bench, run.path).worst_layers(step)[:_NUM_NAMED]
+        ladder = ladder.replace(reason=reason_for(ladder, worst))
     ladder = ladder.replace(reproduce=again)
     run.write(ladder)
     return ladder

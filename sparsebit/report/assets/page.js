@@ -1,12 +1,17 @@
 // Draws the page from the JSON block: texts of records are only ever set as text, and every position was computed before.
 "use strict";
-(() => {
-const page = JSON.parse(document.getElementById("data").textContent);
+(async () => {
+const page = await unpacked(document.getElementById("data").textContent);
 const HEIGHTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 const ROWS_SHOWN = 200;
-const READABLE = 100; // pixels: the width of a layer from which on its name can be read
+const READABLE = 84, VISIBLE = 34, LARGE = 45000; // pixels: widths of a layer whose name, and whose colour can be seen; the area of a module that is open anyway
 const state = { run: 0, layer: -1, metric: "", refresh: [] };
 for (const run of page.runs) for (const key of ["cards", "steps", "layers", "tables", "notes"]) run[key] ??= [];
+
+function unpacked(text) { // base64 of deflated JSON
+  const bytes = Uint8Array.from(atob(text), char => char.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+}
 
 // --- elements
 
@@ -248,7 +253,7 @@ function graph(run) {
   const view = { k: 1, x: 0, y: 0 }, root = boxes[0], world = svg("g"), surface = svg("svg", { tabindex: 0, role: "application", "aria-roledescription": "graph", "aria-label": "Graph of the layers. Arrow keys move, Enter opens, Escape goes out, plus and minus zoom, 0 shows all." }, world);
   let tiles = [], chosen = null, pending = 0, size = [800, 600];
   const place = tile => tile.box === undefined ? { x: drawing.x[tile.layer], y: drawing.y[tile.layer], width: W, height: H } : boxes[tile.box];
-  const isOpen = box => box === root || box.least * view.k >= READABLE; // so that whatever is open has its name
+  const isOpen = box => box === root || box.least * view.k >= READABLE || (box.least * view.k >= VISIBLE && box.width * view.k * box.height * view.k >= LARGE);
   const inView = at => at.x * view.k + view.x < size[0] && (at.x + at.width) * view.k + view.x > 0 && at.y * view.k + view.y < size[1] && (at.y + at.height) * view.k + view.y > 0;
   const same = (one, two) => one && two && one.box === two.box && one.layer === two.layer;
   function clipped(text, width, font) { const room = Math.floor(width / (font * 0.57)); return text.length <= room ? text : room < 4 ? "" : `${text.slice(0, room - 1)}…`; }
@@ -260,7 +265,7 @@ function graph(run) {
   function tileOf(tile) {
     const at = place(tile), folded = tile.box !== undefined, layers = folded ? boxes[tile.box].all.map(index => run.layers[index]) : [run.layers[tile.layer]];
     const seen = look(run, state.metric, layers), name = folded ? under(at.name, boxes[at.parent]?.name) : under(layers[0].name, boxes[drawing.box_of[tile.layer]].name);
-    const font = folded ? Math.min(13 / view.k, at.height / 3, at.width / 7) : 12.5, strong = seen.level >= 5 ? ` strong-l${seen.level}` : "";
+    const font = folded ? Math.min(13 / view.k, at.height / 3, at.width / 7) : 13.5, strong = seen.level >= 5 ? ` strong-l${seen.level}` : "";
     const isFloat = !folded && layers[0].arithmetic === "float";
     const parts = [svg("rect", { class: `tile ${seen.kind}${folded ? " folded" : ""}${isFloat ? " is-float" : ""}${same(tile, chosen) || (!folded && tile.layer === state.layer) ? " chosen" : ""}`, x: at.x, y: at.y, width: at.width, height: at.height, rx: 6,
       "data-name": folded ? at.name : layers[0].name, onclick: () => pick(tile) }, svg("title", {}, `${folded ? at.name : layers[0].name}${folded ? `, ${layers.length} layers` : ` (${layers[0].op || "layer"})`}: ${seen.text || "not measured"}`))];
@@ -366,7 +371,7 @@ function graph(run) {
   let isFramed = false;
   new ResizeObserver(([entry]) => { size = [entry.contentRect.width || 800, entry.contentRect.height || 600]; if (!isFramed && entry.contentRect.width) { isFramed = true; if (state.layer >= 0) reveal(state.layer); else frame(root); } later(); }).observe(surface);
   function reveal(layer) { const at = place({ layer }); chosen = null; view.k = Math.max(view.k, 0.85); view.x = size[0] / 2 - (at.x + W / 2) * view.k; view.y = size[1] / 2 - (at.y + H / 2) * view.k; later(); }
-  const shownAt = layer => { const at = place({ layer }); return view.k >= 0.4 && at.x * view.k + view.x > 0 && (at.x + W) * view.k + view.x < size[0] && at.y * view.k + view.y > 0 && (at.y + H) * view.k + view.y < size[1]; };
+  const shownAt = layer => { const at = place({ layer }); return tiles.some(tile => tile.layer === layer) && at.x * view.k + view.x > 0 && (at.x + W) * view.k + view.x < size[0] && at.y * view.k + view.y > 0 && (at.y + H) * view.k + view.y < size[1]; };
   state.refresh.push(() => { if (state.layer >= 0 && !shownAt(state.layer)) reveal(state.layer); later(); });
 
   const legend = el("div", { class: "legend", id: "legend" }), buttons = el("div", { class: "switch", role: "group", "aria-label": "Colour by" });
@@ -384,10 +389,11 @@ function graph(run) {
   const tool = (text, label, action) => el("button", { "aria-label": label, title: label, onclick: action }, text);
   return { controls: buttons, part: el("div", {}, el("div", { class: "canvas" }, surface, el("div", { class: "tools" }, tool("+", "Zoom in", () => zoom(1.5)), tool("−", "Zoom out", () => zoom(1 / 1.5)), tool("↑", "To the module around", out), tool("All", "Show all", () => frame(root)))), legend) };
 }
+const nearness = (layer, wanted) => { const name = layer.name.toLowerCase(); return name === wanted ? 0 : name.endsWith(`.${wanted}`) ? 1 : name.includes(wanted) ? 2 : 3; };
 function search(run) {
   const found = el("div", { class: "found", hidden: true, role: "listbox", "aria-label": "Layers found" });
   const input = el("input", { type: "search", id: "search", placeholder: "Find a layer  ( / )", "aria-label": "Find a layer", autocomplete: "off", oninput: () => {
-    const wanted = input.value.toLowerCase(), hits = wanted ? run.layers.map((layer, place) => [layer, place]).filter(([layer]) => `${layer.name} ${layer.op || ""}`.toLowerCase().includes(wanted)) : [];
+    const wanted = input.value.toLowerCase(), hits = wanted ? run.layers.map((layer, place) => [layer, place]).filter(([layer]) => `${layer.name} ${layer.op || ""}`.toLowerCase().includes(wanted)).sort((one, two) => nearness(one[0], wanted) - nearness(two[0], wanted)) : [];
     found.replaceChildren(...hits.slice(0, 30).map(([layer, place]) => el("button", { role: "option", onclick: () => { found.hidden = true; select(place); } }, layer.name, el("span", { class: "soft" }, ` ${layer.op || ""}`))));
     found.hidden = !wanted;
     if (wanted) { if (!hits.length) found.append(el("p", { class: "soft" }, "no layer has this in its name")); say(`${hits.length} layers found`); }
@@ -415,7 +421,7 @@ function details(run, layer) {
       tensor.float_bins ? histogram(tensor) : null,
       el("dl", { class: "facts" }, [["SQNR", tensor.sqnr_db !== undefined && db(tensor.sqnr_db)], ["values from, to", tensor.low !== undefined && `${short(tensor.low)} … ${short(tensor.high)}`],
         ["range from, to", tensor.clip_low !== undefined && `${short(tensor.clip_low)} … ${short(tensor.clip_high)}`], ["outside of the range", tensor.clipped !== undefined && percent(tensor.clipped)]].filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-      (tensor.scales || []).length > 1 ? strip(tensor.scales, "scales per channel") : null, (tensor.peaks || []).length > 1 ? strip(tensor.peaks, "largest value per channel") : null))];
+      tensor.scales ? strip(tensor.scales, "scales per channel") : null, tensor.peaks ? strip(tensor.peaks, "largest value per channel") : null))];
 }
 function histogram(tensor) {
   const [W, H, B] = [360, 120, 18], all = [tensor.float_bins, tensor.quantized_bins].filter(Boolean), end = item => item.low + item.width * item.heights.length;
@@ -431,10 +437,10 @@ function histogram(tensor) {
     ends.map(at => svg("line", { class: "end", x1: x(at), x2: x(at), y1: 0, y2: base })),
     svg("text", { x: 4, y: H - 3 }, short(low)), svg("text", { x: W - 4, y: H - 3, "text-anchor": "end" }, short(high)));
 }
-function strip(values, text) { // sorted values as bars, the smallest first
-  const [W, H] = [360, 46], most = Math.max(...values, 1e-30), wide = (W - 8) / values.length;
-  return el("figure", {}, el("h4", {}, `${text}: ${short(values[0])} … ${short(values.at(-1))}`), svg("svg", { class: "plot", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${text}, sorted, from ${short(values[0])} to ${short(values.at(-1))}` },
-    values.map((value, place) => svg("rect", { class: "bars", x: 4 + place * wide, y: H - 2 - (H - 6) * value / most, width: Math.max(0.8, wide - 1), height: Math.max(1, (H - 6) * value / most) }))));
+function strip(levels, text) { // sorted values as bars, the smallest first
+  const [W, H] = [360, 46], values = [...levels.heights].map(char => HEIGHTS.indexOf(char) / 63), wide = (W - 8) / values.length;
+  return el("figure", {}, el("h4", {}, `${text}: ${short(levels.low)} … ${short(levels.high)}`), svg("svg", { class: "plot", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${text}, sorted, from ${short(levels.low)} to ${short(levels.high)}` },
+    values.map((value, place) => svg("rect", { class: "bars", x: 4 + place * wide, y: H - 2 - (H - 6) * value, width: Math.max(0.8, wide - 1), height: Math.max(1, (H - 6) * value) }))));
 }
 
 // --- the parts of one run

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparsebit.cli.inputs.scoring import CALIBRATION
+from sparsebit.records import read_record
 from tests.cli.conftest import Sparsebit
 
 NET = ("-m", "own_project:Net")
@@ -51,9 +52,16 @@ def test_quantize_export_and_check(sparsebit: Sparsebit, labelled: Path) -> None
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     data = ("-d", "own_project:labelled")
-    answer = sparsebit("quantize", *NET, *data, "-c", "virtual", "-o", "int8", "-o", "int8.onnx", "--json")
+    answer = sparsebit(
+        "quantize", *NET, *data, "-c", "virtual", "-o", "int8", "-o", "int8.onnx", "--json", "--record", "net.json"
+    )
     assert answer.code == 0, answer.err
     told = answer.json["accuracy"]
+    kept = read_record("net.json").accuracy
+    assert (
+        kept is not None and kept.unit == "%" and [one.name for one in kept.models] == ["float", "simulation", "file"]
+    )
+    assert kept.models[2].score == 100 * told["file"]["score"] and kept.models[2].margin == 100 * told["file"]["margin"]
     assert told["num_samples"] == 32 and told["float"]["score"] == 1.0 and told["note"] == CALIBRATION
     assert told["file"]["score"] >= 0.9 <= told["simulation"]["score"] and "margin" in told["file"]
     runs: list[tuple[tuple[str, ...], Sequence[str]]] = [

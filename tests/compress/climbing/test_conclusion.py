@@ -54,6 +54,11 @@ def test_too_much_loss_names_the_limit_and_its_bound() -> None:
     )
 
 
+def test_the_layers_that_cost_the_accuracy() -> None:
+    found = reason_for(ladder(goal(), step("01-w8", **LOSING)), ["conv1", "head.fc"])
+    assert "it loses 3.00 ± 0.1 points on 100 samples, most of it at conv1, head.fc; it takes 0.50" in found
+
+
 def test_only_the_budgets_that_are_exceeded_are_named() -> None:
     over = step("01-w8", loss=None, verdict="over budget")
     found = reason_for(ladder(goal(budget={"bytes": 0.2, "latency": 0.9}), over))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_the_files_of_the_nearest_candidate_and_how_to_train_it(lost: Result) -> None:
     assert not lost.met and lost.ladder.best == "01-w8" and "train.py" in lost.reason
+    assert re.search(r"most of it at (conv1|deep|conv2|head)", lost.reason)
     assert len(lost.steps) == 1 and lost.ladder.finished and "best.yaml" in lost.ladder.reproduce
     names = {path.name for path in lost.folder.iterdir() if not path.name.startswith(".")}
     assert names == {

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.quantization.inspecting.layer_graph import layer_graph
+from sparsebit.quantization.ops.quant_opr import QShared
 from sparsebit.records.layer_graph import GraphLayer
 
 
@@ -28,6 +29,15 @@ def test_layers_without_quantizers_and_what_each_reads() -> None:
     )
     assert found["conv"].inputs == ("stem.1", "conv")  # called twice, the second time on its own result
     assert found["add"].op == "add" and set(found["add"].inputs) == {"stem.1", "conv"}
+
+
+def test_a_grid_that_is_read_again_is_no_layer() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
+    qmodel = sparsebit.quantize(model.eval(), [torch.randn(4, 3, 8, 8)], "onnxruntime")
+    assert any(isinstance(module, QShared) for module in qmodel.modules())
+    assert [(layer.name, layer.inputs) for layer in layer_graph(qmodel)] == [
+        ("0", ()), ("1", ("0",)), ("2", ("1",)), ("3", ("2",))
+    ]  # fmt: skip
 
 
 def test_graphs_inside_a_module_that_cannot_be_traced() -> None:
