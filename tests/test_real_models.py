@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sparsebit
+from tests.parameters import first_fast
 
 pytestmark = pytest.mark.data
 
@@ -69,7 +70,7 @@ def resnet20(shared_data: Path) -> ResNet20:
 
 
 @pytest.mark.parametrize("backend", ["virtual", pytest.param("tensorrt", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize("observer", first_fast(OBSERVERS, 3))
 def test_no_observer_breaks_resnet20_at_eight_bits(resnet20: ResNet20, observer: str, backend: str) -> None:
     assert resnet20.agreement(resnet20.quantized(backend, observer)) >= 0.97
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,26 +87,40 @@ def assert_steps_alike(compiled: Callable[..., Any], qmodel: QuantModel, plain: 
 # Dynamo notices changes, before any backend does its part; the graphs that differ most in what they train are lowered.
 # Ranges that follow the data take three times as long to compile: the switches that they read differently.
 LOWERED = [("lsq", "frozen"), ("lsq", "no gradients"), ("following", "eval")]
+# One after the other on one compiled model, which costs half as much; the slow tests make each of them alone.
+TOGETHER = [
+    ("one off", "fewer bits", "another state"),
+    ("one weight off", "a method of its own", "eval"),
+    ("one off for good", "a state that is off", "all off"),
+]
 CASES = [
-    *(("lsq", change, "eager") for change in CHANGES if ("lsq", change) not in LOWERED),
-    *((*case, "aot_eager") for case in LOWERED),
+    *(("lsq", changes, "eager") for changes in TOGETHER),
+    *((way, (change,), "aot_eager") for way, change in LOWERED),
     *(
-        pytest.param(*case, "aot_eager", marks=pytest.mark.slow)
-        for case in [*(("lsq", change) for change in CHANGES), ("following", "frozen"), ("following", "one off")]
-        if case not in LOWERED
+        pytest.param(way, (change,), "aot_eager", marks=pytest.mark.slow)
+        for way, change in [*(("lsq", change) for change in CHANGES), ("following", "frozen"), ("following", "one off")]
+        if (way, change) not in LOWERED
     ),
 ]
 
 
-@pytest.mark.parametrize(("way", "change", "backend"), CASES)
-def test_changes_are_noticed(way: str, change: str, backend: str) -> None:
+def test_every_change_is_made() -> None:
+    made = [change for changes in TOGETHER for change in changes] + [change for way, change in LOWERED if way == "lsq"]
+    assert sorted(made) == sorted(CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "backend"), CASES, ids=lambda value: value if isinstance(value, str) else ", ".join(value)
+)
+def test_changes_are_noticed(way: str, changes: tuple[str, ...], backend: str) -> None:
     qmodel = ready(way)
     plain = copy.deepcopy(qmodel)
     compiled = torch.compile(qmodel, backend=backend, fullgraph=True)
     assert_steps_alike(compiled, qmodel, plain)
-    for model in (qmodel, plain):
-        CHANGES[change](model)
-    assert_steps_alike(compiled, qmodel, plain)
+    for change in changes:
+        for model in (qmodel, plain):
+            CHANGES[change](model)
+        assert_steps_alike(compiled, qmodel, plain)
 
 
 def test_what_was_compiled_is_found_again() -> None:
@@ -123,13 +138,22 @@ def test_what_was_compiled_is_found_again() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("name", ["conv2", "conv2.op", "conv2.input_quantizer", "fc.weight_quantizer"])
-def test_hooks_run(name: str) -> None:
+def multiplied(factor: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * factor
+
+
+def test_hooks_run() -> None:
     """Those that are there when it is compiled: torch looks for no others."""
     qmodel = ready("lsq")
     plain = copy.deepcopy(qmodel)
-    for model in (qmodel, plain):
-        model.model.get_submodule(name).register_forward_hook(lambda module, args, output: output * 1.5)
+    alone = step(copy.deepcopy(plain), *data())
+    for factor, name in enumerate(("conv2", "conv2.op", "conv2.input_quantizer", "fc.weight_quantizer"), 2):
+        for model in (qmodel, plain):
+            hook = functools.partial(multiplied, 1 + factor / 10)
+            model.model.get_submodule(name).register_forward_hook(hook)
+        now = step(copy.deepcopy(plain), *data())
+        assert not torch.equal(now, alone), name  # each of them changes the loss
+        alone = now
     assert_steps_alike(torch.compile(qmodel, backend="eager", fullgraph=True), qmodel, plain)
 
 

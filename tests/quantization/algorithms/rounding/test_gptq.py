@@ -326,7 +326,7 @@ def test_weights_alone() -> None:
 
 
 def test_fewer_rows_are_nearly_as_good() -> None:
-    model, data = float_model(), batches(16)
+    model, data = float_model(), batches(8)
     nearest = error(calibrated(model, data), model, data)
     errors = []
     for max_rows in (None, 1 << 40, 300):

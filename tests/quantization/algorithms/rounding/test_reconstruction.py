@@ -20,6 +20,7 @@ from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, recons
 from sparsebit.quantization.algorithms.rounding import reconstruction
 from sparsebit.quantization.algorithms.rounding.reconstruction import METHODS, Method
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.parameters import first_fast
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 4}}}"
@@ -105,11 +106,14 @@ def test_every_method_makes_the_blocks_better(method: Method) -> None:
         assert all(p.grad is None for p in qmodel.parameters())
 
 
+SCHEMES = ["per-group-symmetric", "per-channel-symmetric", "per-channel-affine", "per-tensor-affine"]
+
+
 @pytest.mark.parametrize(
-    "scheme", ["per-channel-symmetric", "per-channel-affine", "per-tensor-affine", "per-group-symmetric"]
+    ("method", "scheme"),
+    [*(("brecq", scheme) for scheme in SCHEMES), *first_fast(("autoround", scheme) for scheme in SCHEMES)],
 )
-@pytest.mark.parametrize("method", ["brecq", "autoround"])
-def test_every_grid(scheme: str, method: Method) -> None:
+def test_every_grid(method: Method, scheme: str) -> None:
     model, data = float_model(), batches()
     bits = {"BIT": 3, "GROUP_SIZE": 4} if "group" in scheme else {"BIT": 3}
     activation = "per-tensor-symmetric" if "symmetric" in scheme else "per-tensor-affine"
