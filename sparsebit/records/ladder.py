@@ -38,7 +38,8 @@ class Judgement:
     def __str__(self) -> str:
         bound = "" if self.bound is None else f" ± {self.bound:.2g}"
         samples = f" on {self.num_samples} samples" if self.num_samples else ""  # a metric may have data of its own
-        return f"loses {self.loss:.2f}{bound} {self.unit}{samples}"
+        verb, amount = ("gains", -self.loss) if self.loss <= -0.005 else ("loses", abs(self.loss))
+        return f"{verb} {amount:.2f}{bound} {self.unit}{samples}"
 
 
 @dataclass(frozen=True)

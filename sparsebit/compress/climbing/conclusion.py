@@ -34,15 +34,14 @@ def _loss(step: LadderStep) -> str:
 def _costs(ladder: Ladder, step: LadderStep) -> str:
     if step.cost is None:
         return ""
-    return f"; it takes {cost_words(step.cost)} of the float file"
+    bits = "" if step.cost.bits is None else f", {step.cost.bits:.2f} bits a weight"
+    return f"; it takes {cost_words(step.cost)} of the float file{bits}"
 
 
 def cost_words(cost: Cost) -> str:
     """The shares of the float file's time, bytes and multiplications."""
     parts = [f"{cost.latency:.2f} of the time"] if cost.latency is not None else []
     parts.append(f"{cost.bytes_ratio:.3f} of the bytes")
-    if cost.bits is not None:
-        parts.append(f"{cost.bits:.2f} bits a weight")
     if cost.macs_ratio < 1:
         parts.append(f"{cost.macs_ratio:.2f} of the multiplications")
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]

@@ -25,7 +25,7 @@ FAILED: dict[str, Any] = {"loss": None, "cost": None, "verdict": "failed", "faul
             Cost(1, 0.25, 10, 0.6, 2.0, 0.5),
             "0.50 of the time, 0.250 of the bytes and 0.60 of the multiplications",
         ),
-        (Cost(1, 0.25, 0, 1.0, bits=4.125), "0.250 of the bytes and 4.12 bits a weight"),
+        (Cost(1, 0.25, 0, 1.0, bits=4.125), "0.250 of the bytes"),
     ],
 )
 def test_shares_of_the_float_file(cost: Cost, words: str) -> None:
@@ -87,3 +87,10 @@ def test_a_language_model_is_advised_more_bits() -> None:
     language = replace(FLOAT, bits=16.0, latency=None)
     found = reason_for(ladder(goal(), step("01-w4", **LOSING), float_cost=language))
     assert found.endswith("More bits would be next") and "train.py" not in found
+
+
+def test_bits_of_a_language_model() -> None:
+    cost = Cost(1, 0.25, 0, 1.0, bits=4.125)
+    found = reason_for(ladder(goal(), step("01-w4", cost=cost, final=judged(-0.4)), met=True))
+    assert found.startswith("01-w4 gains 0.40 ± ")
+    assert found.endswith("it takes 0.250 of the bytes of the float file, 4.12 bits a weight")
