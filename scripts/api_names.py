@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
 # Per module, the sections of the page and the names in each.
 GROUPS: dict[str, dict[str, str]] = {
     "sparsebit": {
-        "in one call": "quantize record __version__",
+        "in one call": "compress quantize record __version__",
         "files and runtimes": "audit open_session tensorrt_violations PROFILES RuntimeProfile Tolerance",
         "results": "Coverage ErrorProfile AccuracyGains GradientCheck Parity Audit RunRecord read_record write_record "
         "extend_record measured",
@@ -52,6 +52,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "SMODULE_MAP",
     },
     "sparsebit.compress": {
+        "a search under a goal": "compress Result PerSample WholeSet OfModel",
+        "own rungs": "register_rung Rung Known Candidate Recipe Study",
         "channels and bits": "choose_channels_and_bits JointChoice",
     },
     "sparsebit.llm": {
@@ -65,6 +67,7 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 # Values and type aliases, which have no docstrings.
 VALUES = {
+    "compress": "The fastest file that keeps the loss, or the most accurate one in a budget, by a search.",
     "ARCHITECTURES": "The `Architecture` of each `model_type`, by its name.",
     "__version__": "The version of the package.",
     "PROFILES": "The `RuntimeProfile` of each backend, by its name.",
