@@ -34,8 +34,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--folder", type=Path, help="where the files stay; default: a temporary folder")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of such a file, and nothing else")
     parser.add_argument("--one", nargs=3, metavar=("TASK", "TOOL", "FOLDER"), help="one row, in this process")
     options = parser.parse_args(arguments)
+    if options.summary:
+        print(summary(options.summary))
+        return
     if options.one:
         task, tool, folder = options.one
         print(json.dumps(row(task, tool, Path(folder), options.minutes)))
@@ -61,6 +65,19 @@ def main(arguments: list[str] | None = None) -> None:
                     },
                     options.json,
                 )
+
+
+def summary(file: Path) -> str:
+    """A Markdown table; the last row of a task and a tool counts."""
+    rows = {(row["task"], row["tool"]): row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    lines = ["| task | tool | loss on unseen samples | time | bytes | took |", "|---|---|---|---|---|---|"]
+    for (task, tool), row in rows.items():
+        judged = row.get("unseen")
+        bound = f" ± {judged['bound']:.2f}" if judged and judged["bound"] is not None else ""
+        loss = row.get("fault") or (f"{judged['loss']:.2f}{bound}" if judged else row["says"])
+        numbers = ["" if row.get(name) is None else f"{row[name]:.3f}" for name in ("latency", "bytes_ratio")]
+        lines.append(f"| {task} | {tool} | {loss} | {' | '.join(numbers)} | {row['seconds']} s |")
+    return "\n".join(lines)
 
 
 def _in_own_process(task: str, tool: str, folder: Path, minutes: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
 @register_rung("eight bits", order=10)
 def eight_bits(known: Known) -> Candidate | None:
     """8 bits, as the profile of the target says."""
-    if known.of("eight bits"):
+    if known.of("eight bits") or (_cannot_fit(known, 8) and set(known.goal.budget) == {"bytes"}):
         return None
     why = f"8 bits in the formats that {known.goal.target} runs cost little accuracy and are the fastest"
     return Candidate("w8", why, Recipe(as_qconfig(known.goal.target)))
@@ -125,15 +125,13 @@ def mixed_bits(known: Known) -> Candidate | None:
     four = next((step for step in known.of("four bits") if step.cost is not None), None)
     eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
     tried, bits = [step for step in known.of("mixed bits") if step.cost is not None], known.study.low_bits
-    if four is None or eight is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
+    if four is None or four.cost is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
         return None
-    assert four.cost is not None and eight.cost is not None
+    most = 1.0 if eight is None or eight.cost is None else eight.cost.bytes_ratio
     least = four.cost.bytes_ratio - (4 - bits[0]) / 32
-    low, high = (
-        (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, eight.cost.bytes_ratio)
-    )
+    low, high = (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, most)
     if "bytes" in known.goal.budget:
-        low, high, share = least, eight.cost.bytes_ratio, _share_under_budget(known, tried)
+        low, high, share = least, most, _share_under_budget(known, tried)
         if share is None:
             return None
     else:  # bisection between the bits that keep the loss and those that do not
@@ -247,7 +245,13 @@ def _limit(known: Known, name: str) -> float:
 
 def _needs_fewer_bytes(known: Known) -> bool:
     """Whether 8 bits are too large, or smaller is better."""
-    return known.goal.prefer == "bytes" or any(step.verdict == "over budget" for step in known.of("eight bits"))
+    is_over = any(step.verdict == "over budget" for step in known.of("eight bits"))
+    return known.goal.prefer == "bytes" or is_over or _cannot_fit(known, 8)
+
+
+def _cannot_fit(known: Known, bits: int) -> bool:
+    """Whether weights of so many bits, without anything else, are more than the budget of bytes."""
+    return "bytes" in known.goal.budget and _limit(known, "bytes") < bits / 32
 
 
 def _share_under_budget(known: Known, tried: list[LadderStep]) -> float | None:

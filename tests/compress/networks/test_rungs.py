@@ -54,7 +54,7 @@ def test_all_rungs_have_their_tests_here() -> None:
 
 @pytest.mark.parametrize("rung", [name for name in RUNGS.names() if name != "eight bits"])
 def test_nothing_is_proposed_before_the_first_candidate(rung: str) -> None:
-    assert proposed(rung) is None and proposed(rung, wanted=goal(budget={"bytes": 0.1, "macs": 0.5})) is None
+    assert proposed(rung) is None and proposed(rung, wanted=goal(budget={"bytes": 0.3, "macs": 0.5})) is None
 
 
 @pytest.mark.parametrize("rung", RUNGS.names())
@@ -69,6 +69,15 @@ def test_eight_bits_come_first_and_once() -> None:
     found = proposed("eight bits", wanted=goal("tensorrt"))
     assert found is not None and found.name == "w8" and found.recipe == Recipe(as_qconfig("tensorrt"))
     assert proposed("eight bits", W8) is None
+
+
+def test_eight_bits_are_left_out_if_they_cannot_fit() -> None:
+    small = goal(budget={"bytes": 0.12})
+    assert proposed("eight bits", wanted=small) is None
+    four = proposed("four bits", wanted=small)
+    assert four is not None and four.name == "w4-gptq"
+    assert proposed("eight bits", wanted=goal(budget={"bytes": 0.3})) is not None
+    assert proposed("eight bits", wanted=goal(budget={"bytes": 0.12, "macs": 0.5})) is not None  # its time is needed
 
 
 class TestMeasuredPlacement:
