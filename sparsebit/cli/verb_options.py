@@ -332,7 +332,9 @@ class AuditOptions:
     )
     threads: int = option(1, "Threads; 1 compares CPU time, more compare wall time.", short="-t", min=1)
     repeats: int | None = option(None, "Rounds of timing; 0: none (default: as many as fit in 5 s).", min=0)
-    html: Path | None = option(None, "Also write the result as a page.", "FILE.html")
+    html: Path | None = option(
+        None, "Also write the result as a page.", "FILE.html", rich_help_panel=OutputOptions.heading
+    )
     said: OutputOptions = OutputOptions()
 
 
