@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.errors import ConfigError
-from sparsebit.graph.values.nested import tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
 from sparsebit.registry import Registry
 from sparsebit.tensor_files import digest
@@ -75,6 +76,9 @@ def compress(
     >>> result.file, result.met, result.reason  # doctest: +SKIP
     """
     show = show or _quiet
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        kind = type(model).__name__
+        raise ConfigError(f"model of type {kind}: give a torch.nn.Module, or the folder of a language model")
     wanted: Any = {"max_loss": max_loss, "budget": budget, "prefer": prefer, "minutes": float(minutes)}
     if isinstance(model, str | os.PathLike):
         judged_by = read_language_metric(metric)
@@ -83,9 +87,7 @@ def compress(
     need_backend(target)
     chosen = _chosen(rungs, RUNGS)
     samples = split(data, validation, needs_samples=not has_own_data(metric))
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with _left_as_it_was(model):
         example = example_of(model, samples.calibration)
         batch = (samples.selection or samples.calibration)[0]
         measured = read_metric(metric, _outputs(model, batch), batch)
@@ -93,9 +95,6 @@ def compress(
         run = RunFolder(folder)
         with run.alone():
             return _run(model, samples, example, measured, goal, run, chosen, show)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _run(
@@ -118,6 +117,7 @@ def _run(
     bench = Bench(model, goal, samples.calibration, example, judge, stopwatch, float_file, cost)
     if not ladder.finished:
         study = Study(bench, run.path)
+        judge.check()
         search = Search(NetworkTrials(bench), study, rungs, run, ladder.replace(float_cost=cost), show)
         ladder = write_outcome(bench, run, search.run())
         show(ladder)
@@ -143,9 +143,28 @@ def _identity(model: nn.Module, samples: Samples, goal: LadderGoal, rungs: list[
     return hashlib.sha256(f"{digest(state)} {digest(data)} {asked}".encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards its modes, and buffers that its forward changes, are as before."""
+    modes = {module: module.training for module in model.modules()}
+    places = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
+    buffers = [(module, name, one, one.clone()) for module, name, one in places if one is not None]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                if not buffer.equal(before):
+                    buffer.copy_(before)
+
+
 @torch.no_grad()
 def _outputs(model: nn.Module, batch: Any) -> Any:
-    args, kwargs = inputs_of(batch, model)
+    args, kwargs = map_nested(torch.Tensor, torch.clone, inputs_of(batch, model))
     return model(*args, **kwargs)
 
 

@@ -48,9 +48,12 @@ def batches_of(data: Any) -> Iterable[Any]:
 
 
 def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str | None = None) -> Iterator[Call]:
-    """Every batch as (args, kwargs), on `device`. A lone tensor or mapping counts as one batch."""
+    """Every batch as (args, kwargs), copied to `device`, because a model may write into its inputs.
+
+    A lone tensor or mapping counts as one batch.
+    """
     for batch in batches_of(batches):
-        args, kwargs = as_call(batch, model)
+        args, kwargs = map_nested(torch.Tensor, torch.clone, as_ordinary(as_call(batch, model)))
         yield to_device(args, device), to_device(kwargs, device)
 
 

@@ -97,6 +97,48 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(state[key].equal(value) for key, value in net.state_dict().items())
 
 
+class WritesInput(Patterns):
+    """Writes into its input, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(x.sub_(0.5))
+
+
+def test_a_model_that_writes_into_its_input_and_buffers_leaves_the_data_and_is_left(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, data = WritesInput().eval(), batches(128, 3)
+    for _ in range(2):  # the second call finds the same model and the same data
+        found = compress(net, data, "virtual", folder=tmp_path / "run", rungs=ONE, minutes=1)
+    assert found.steps[0].cost is not None and float(net.num_calls) == 0
+    assert all(one.equal(other) for one, other in zip(data, batches(128, 3), strict=True))
+
+
+def test_an_evaluation_that_trains_the_model_does_not_reach_the_search(tmp_path: Path) -> None:
+    def evaluate(model: torch.nn.Module) -> float:
+        model.half().train()
+        return 100.0
+
+    found = run(tmp_path / "run", target="virtual", metric=evaluate)
+    assert found.met
+
+
+@pytest.mark.parametrize("metric", [lambda outputs, batch: 0.5, lambda outputs, batch: None], ids=["mean", "nothing"])
+def test_a_metric_with_a_fault_ends_the_search_before_the_first_candidate(metric: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it returned"):
+        run(tmp_path / "run", target="virtual", metric=metric)
+    assert not any((tmp_path / "run" / "candidates").iterdir())
+
+
+def test_a_model_of_another_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model of type int: give a torch\.nn\.Module"):
+        compress(5, [], folder=tmp_path)  # type: ignore[arg-type]
+
+
 def test_a_failing_candidate_is_a_step_with_its_fault(tmp_path: Path) -> None:
     class Broken(Patterns):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

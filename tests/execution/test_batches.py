@@ -121,3 +121,11 @@ def test_a_model_is_run_only_where_its_inputs_differ() -> None:
 def test_rows_of() -> None:
     mask, x = rows_of((MASK, IMAGES), 4, 2, 1)
     assert mask is MASK and x.shape == (1, 5, 6)
+
+
+def test_calls_are_copies_because_a_model_may_write_into_its_inputs() -> None:
+    given, named = torch.zeros(2, 3), torch.zeros(2, 3)
+    for args, kwargs in calls([given, {"input": named}], nn.Linear(3, 3)):
+        for tensor in (*args, *kwargs.values()):
+            tensor.fill_(1.0)
+    assert not given.any() and not named.any()

@@ -6,6 +6,7 @@ confidence is shared between the looks (Bonferroni). Selection and the final jud
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,13 @@ _CACHED_BYTES = 256 << 20  # of float outputs
 
 
 class Judge(Protocol):
-    """`select` stops as soon as the verdict is certain; `conclude` uses samples that `select` never saw."""
+    """`select` stops as soon as the verdict is certain; `conclude` uses samples that `select` never saw.
+
+    `check` scores the float model, so that a fault of the metric is raised before the first candidate is made. A metric
+    may write into what it gets: outputs and batches are copies.
+    """
+
+    def check(self) -> None: ...
 
     def select(self, model: Model, allowed: float | None, rejects_above: float | None = None) -> Judgement: ...
 
@@ -55,6 +62,18 @@ class SampleJudge:
     final: Sequence[Any]
     _known: dict[int, Any] = field(default_factory=dict)  # float scores, or small float outputs, by batch
     _cached: int = 0
+
+    def check(self) -> None:
+        """An error if the scores of the first batch are not finite, or one mean for all its samples."""
+        batch = self.selection[0]
+        outputs = _run(self.float_model, batch, self.float_model)
+        rows, has_rows = _rows(batch), any(_rows(one) == _rows(batch) for one in tensors_of(outputs))
+        scores = self.metric.scores(outputs, _copied(batch), _copied(outputs))
+        if len(scores) == 1 < rows and has_rows:
+            raise ConfigError(
+                f"metric={self.metric.name}: it returned one score for a batch of {rows} samples; return one for each"
+            )
+        paired(self.metric.name, self.metric.unit, scores, scores, None, _CONFIDENCE)
 
     def select(self, model: Model, allowed: float | None, rejects_above: float | None = None) -> Judgement:
         """`rejects_above`: a candidate that certainly loses more is given up, even if no loss limits it."""
@@ -84,9 +103,9 @@ class SampleJudge:
         """The scores of the float model and of the candidate, batch by batch."""
         for batch in track(batches, "judging"):
             reference = self._reference(batch)
-            scores = self.metric.scores(_run(model, batch, self.float_model), batch, reference)
+            scores = self.metric.scores(_run(model, batch, self.float_model), _copied(batch), reference)
             compares = self.metric.needs_reference
-            float_scores = self.metric.scores(reference, batch, reference) if compares else reference
+            float_scores = self.metric.scores(reference, _copied(batch), reference) if compares else reference
             if len(scores) != len(float_scores):
                 raise CalibrationError(f"{self.metric.name}: {len(scores)} scores, and {len(float_scores)} of float")
             yield float_scores, scores
@@ -97,7 +116,7 @@ class SampleJudge:
         if known is not None:
             return known
         outputs = _run(self.float_model, batch, self.float_model)
-        found = outputs if self.metric.needs_reference else self.metric.scores(outputs, batch, None)
+        found = outputs if self.metric.needs_reference else self.metric.scores(outputs, _copied(batch), None)
         size = _num_bytes(found)
         if self._cached + size <= _CACHED_BYTES:
             self._known[id(batch)] = found
@@ -121,6 +140,10 @@ class ModelJudge:
     float_model: Any
     _float: Any = None
 
+    def check(self) -> None:
+        # A copy, because an evaluation may leave the model in train mode, in another type or on another device.
+        self._float = self._score(copy.deepcopy(self.float_model))
+
     def select(self, model: Model, allowed: float | None, rejects_above: float | None = None) -> Judgement:
         return self._judged(model, allowed, slice(0, None, 2))
 
@@ -129,9 +152,11 @@ class ModelJudge:
 
     def _judged(self, model: Model, allowed: float | None, part: slice) -> Judgement:
         if self._float is None:
-            self._float = self._score(self.float_model)
+            self.check()
         ours = self._score(model)
         if isinstance(ours, Tensor) and isinstance(self._float, Tensor):
+            if len(ours) != len(self._float):
+                raise CalibrationError(f"{self.metric.name}: {len(ours)} scores, and {len(self._float)} of float")
             return paired(self.metric.name, self.metric.unit, self._float[part], ours[part], allowed, _CONFIDENCE)
         loss = self._float - ours
         return Judgement(self.metric.name, self.metric.unit, 0, self._float, ours, loss, None, is_decided=True)
@@ -139,17 +164,8 @@ class ModelJudge:
     def _score(self, model: Model) -> Any:
         with torch.no_grad():
             value = self.metric.function(model)
-        try:
-            scores = as_scores(value)
-            found = float(value) if scores is None else scores
-        except (TypeError, ValueError, RuntimeError):
-            kind = type(value).__name__
-            raise ConfigError(
-                f"metric={self.metric.name}: it returned {kind}; return a number, or one per sample"
-            ) from None
-        if isinstance(found, float) and not math.isfinite(found):
-            raise ConfigError(f"metric={self.metric.name}: it returned {found}; return a finite number")
-        return found
+        scores = as_scores(value, self.metric.name)
+        return _finite(float(value), self.metric.name) if scores is None else scores
 
 
 @dataclass
@@ -162,6 +178,13 @@ class SetJudge:
     final: Sequence[Any]
     _float: dict[int, list[Any]] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        return self.metric.name or getattr(self.metric.function, "__name__", "metric")
+
+    def check(self) -> None:
+        _finite(self._scored(self._float_outputs(self.selection), list(self.selection)), self.name)
+
     def select(self, model: Model, allowed: float | None, rejects_above: float | None = None) -> Judgement:
         return self._judged(model, self.selection, allowed)
 
@@ -169,17 +192,15 @@ class SetJudge:
         return self._judged(model, self.final, allowed)
 
     def _judged(self, model: Model, batches: Sequence[Any], allowed: float | None) -> Judgement:
-        if id(batches) not in self._float:
-            self._float[id(batches)] = [_run(self.float_model, batch, self.float_model) for batch in batches]
-        theirs = self._float[id(batches)]
+        theirs = self._float_outputs(batches)
         ours = [_run(model, batch, self.float_model) for batch in track(batches, "judging")]
 
         def scores(places: Sequence[int]) -> tuple[float, float]:
             chosen = [batches[place] for place in places]
-            one, other = ([found[place] for place in places] for found in (theirs, ours))
-            return float(self.metric.function(one, chosen)), float(self.metric.function(other, chosen))
+            one, other = (self._scored([found[place] for place in places], chosen) for found in (theirs, ours))
+            return one, other
 
-        float_score, score = scores(range(len(batches)))
+        float_score, score = (_finite(one, self.name) for one in scores(range(len(batches))))
         loss, bound = float_score - score, None
         groups = min(_GROUPS, len(batches))
         if groups > 1:
@@ -188,11 +209,22 @@ class SetJudge:
             ]
             losses = torch.tensor([one - other for one, other in without], dtype=torch.float64)
             # Jackknife: the spread of the loss without one group, scaled up to that of single groups.
-            bound = mean_margin(losses) * (groups - 1)
+            margin = mean_margin(losses) * (groups - 1)
+            bound = margin if math.isfinite(margin) else None  # some metrics need samples that a part may not have
         rows = sum(_rows(batch) for batch in batches)
         decided = _is_decided(loss, bound, allowed)
-        name = self.metric.name or getattr(self.metric.function, "__name__", "metric")
-        return Judgement(name, self.metric.unit, rows, float_score, score, loss, bound, decided)
+        return Judgement(self.name, self.metric.unit, rows, float_score, score, loss, bound, decided)
+
+    def _float_outputs(self, batches: Sequence[Any]) -> list[Any]:
+        if id(batches) not in self._float:
+            self._float[id(batches)] = [_run(self.float_model, batch, self.float_model) for batch in batches]
+        return self._float[id(batches)]
+
+    def _scored(self, outputs: list[Any], batches: list[Any]) -> float:
+        value = self.metric.function(_copied(outputs), _copied(batches))
+        if as_scores(value, self.name) is not None:
+            raise ConfigError(f"metric={self.name}: it returned {type(value).__name__}; return one number")
+        return float(value)
 
 
 def paired(name: str, unit: str, theirs: Tensor, ours: Tensor, allowed: float | None, confidence: float) -> Judgement:
@@ -213,6 +245,12 @@ def paired(name: str, unit: str, theirs: Tensor, ours: Tensor, allowed: float | 
     return Judgement(name, unit, count, float_score, score, loss, bound, _is_decided(loss, bound, allowed))
 
 
+def _finite(value: float, name: str) -> float:
+    if not math.isfinite(value):
+        raise ConfigError(f"metric={name}: it returned {value}; return a finite number")
+    return value
+
+
 def _is_decided(loss: float, bound: float | None, allowed: float | None) -> bool:
     return allowed is None or bound is None or abs(loss - allowed) >= bound
 
@@ -220,8 +258,12 @@ def _is_decided(loss: float, bound: float | None, allowed: float | None) -> bool
 @torch.no_grad()
 def _run(model: Model, batch: Any, float_model: Any) -> Any:
     """The outputs of a batch; the batch itself stays as it is if the model writes into its inputs."""
-    args, kwargs = map_nested(Tensor, torch.clone, inputs_of(batch, float_model))
+    args, kwargs = _copied(inputs_of(batch, float_model))
     return model(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    return map_nested(Tensor, torch.clone, value)
 
 
 def _rows(batch: Any) -> int:

@@ -66,8 +66,16 @@ def is_right(outputs: Any, batch: Any, reference: Any) -> Tensor:
     del reference
     scores, labels = first_output(outputs), labels_of(batch)
     if labels is None or scores.dim() != 2 or labels.shape != scores.shape[:1]:
-        shapes = f"outputs of shape {tuple(scores.shape)}, labels {None if labels is None else tuple(labels.shape)}"
-        raise CalibrationError(f"metric='top1': {shapes}; give batches (inputs, labels), or a function as metric=")
+        found = "no whole numbers, one per sample," if labels is None else f"shape {tuple(labels.shape)}"
+        raise CalibrationError(
+            f"metric='top1': outputs of shape {tuple(scores.shape)}, and {found} as labels; give batches "
+            "(inputs, labels), or a function as metric="
+        )
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < scores.shape[1]:
+        raise CalibrationError(
+            f"metric='top1': labels from {int(labels.min())} to {int(labels.max())}, and {scores.shape[1]} classes, "
+            f"which are 0 to {scores.shape[1] - 1}; give labels in that range, or a function as metric="
+        )
     return scores.argmax(1) == labels
 
 
@@ -148,7 +156,7 @@ def _scores_by(function: Callable[[Any, Any], Any], name: str) -> Callable[[Any,
 
     def scores(outputs: Any, batch: Any, reference: Any) -> Tensor:
         del reference
-        found = as_scores(function(outputs, batch))
+        found = as_scores(function(outputs, batch), name)
         if found is None:
             raise ConfigError(
                 f"metric={name}: it returned one number for a batch; return one number per sample, or wrap a function "
@@ -159,12 +167,17 @@ def _scores_by(function: Callable[[Any, Any], Any], name: str) -> Callable[[Any,
     return scores
 
 
-def as_scores(value: Any) -> Tensor | None:
-    """One score per sample as a tensor; None if `value` is a single number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return None
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    return None if tensor.dim() == 0 else tensor.detach().cpu().flatten()
+def as_scores(value: Any, name: str) -> Tensor | None:
+    """One score per sample as a new tensor; None if `value` is a single number. `name`: of the metric, for errors."""
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        kind = type(value).__name__ if tensor is None else tensor.dtype
+        raise ConfigError(f"metric={name}: it returned {kind}; return a number, or one per sample")
+    # A copy, because a metric may fill the same tensor again at the next batch.
+    return None if tensor.dim() == 0 else tensor.flatten().clone()
 
 
 def labels_of(batch: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.execution.batches import as_call, num_samples, to_device
+from sparsebit.execution.batches import calls, num_samples
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
     """The size of a model as it is; `example_inputs`: a batch. Tied parameters count once, buffers count as bytes."""
     from torch.utils.flop_counter import FlopCounterMode  # it imports triton, which takes a second
 
-    args, kwargs = as_call(example_inputs, model)
     device = next((p.device for p in model.parameters()), None)
-    args, kwargs = to_device(args, device), to_device(kwargs, device)
+    args, kwargs = next(iter(calls([example_inputs], model, device)))
     modes = {module: module.training for module in model.modules()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()

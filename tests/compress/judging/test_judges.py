@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.compress.judging.judges import FIRST_LOOK, judge_of, paired
-from sparsebit.compress.judging.metrics import TOP1, OfModel, WholeSet
+from sparsebit.compress.judging.metrics import TOP1, OfModel, WholeSet, read_metric
 from sparsebit.errors import CalibrationError, ConfigError
 
 
@@ -136,6 +137,84 @@ def test_a_metric_of_all_samples_together_has_a_jackknife_bound() -> None:
     plain = judge().select(Right(0.1), None)
     assert found.loss == pytest.approx(plain.loss)
     assert found.bound == pytest.approx(plain.bound, rel=0.7)
+
+
+class TestChecks:
+    """Faults of a metric are raised before a candidate is made."""
+
+    @pytest.mark.parametrize(
+        ("score", "message"),
+        [
+            (lambda outputs, batch: torch.full((len(outputs),), torch.nan), "not finite"),
+            (lambda outputs, batch: outputs[:, 0].mean(), "it returned one number for a batch"),
+            (lambda outputs, batch: outputs[:, 0].mean()[None], "one score for a batch of 32 samples"),
+            (lambda outputs, batch: None, "it returned NoneType"),
+        ],
+        ids=["not finite", "a number", "a mean", "nothing"],
+    )
+    def test_scores_of_samples(self, score: Any, message: str) -> None:
+        metric = read_metric(score, None, None)
+        with pytest.raises((ConfigError, CalibrationError), match=message):
+            judge(metric).check()
+
+    @pytest.mark.parametrize("value", [None, float("nan"), torch.ones(3)], ids=["nothing", "not finite", "several"])
+    def test_scores_of_all_samples_together(self, value: Any) -> None:
+        with pytest.raises(ConfigError, match="metric=set: it returned"):
+            judge(WholeSet(lambda outputs, batches: value, "set")).check()
+
+    def test_what_is_right(self) -> None:
+        for metric in (TOP1, OfModel(lambda model: 1.0, "own"), WholeSet(lambda outputs, batches: 1.0)):
+            judge(metric).check()
+        one = [(torch.rand(1, 2), torch.zeros(1).long())] * 4
+        judge_of(read_metric(lambda outputs, batch: outputs[:, 0], None, None), Right(), one, one).check()
+
+
+def test_a_part_of_the_samples_without_a_score_leaves_no_bound() -> None:
+    metric = WholeSet(lambda outputs, batches: 1.0 if len(batches) == 4 else math.nan)
+    found = judge(metric, count=128).select(Right(0.1), 1.0)
+    assert found.loss == 0.0 and found.bound is None
+
+
+def test_a_metric_that_writes_into_outputs_and_batches_changes_neither() -> None:
+    def score(outputs: Tensor, batch: Any) -> Tensor:
+        found = outputs.argmax(1) == batch[1]
+        outputs.neg_()
+        batch[0].zero_()
+        return found
+
+    def scores(outputs: list[Tensor], batches: list[Any]) -> float:
+        hits = torch.cat([score(out, batch) for out, batch in zip(outputs, batches, strict=True)])
+        outputs.clear()
+        return 100 * float(hits.double().mean())
+
+    expected = judge().select(Right(0.1), None)
+    for metric in (read_metric(score, None, None), WholeSet(scores)):
+        data = batches(1024)
+        made = judge_of(metric, Right(), data, data)
+        made.check()
+        for _ in range(2):
+            assert made.select(Right(0.1), None).loss == pytest.approx(expected.loss)
+        assert all(one[0].equal(other[0]) for one, other in zip(data, batches(1024), strict=True))
+
+
+def test_an_evaluation_that_changes_the_model_gets_a_copy_of_the_float_model() -> None:
+    def evaluate(model: Any) -> float:
+        model.share = 1.0
+        model.train()
+        return 100.0
+
+    reference = Right().eval()
+    made = judge_of(OfModel(evaluate, "own"), reference, [], [])
+    made.check()
+    made.select(Right(), 1.0)
+    assert reference.share == 0.0 and not reference.training
+
+
+def test_an_evaluation_with_another_number_of_scores_is_refused() -> None:
+    sizes = iter([4, 5])
+    made = judge(OfModel(lambda model: torch.ones(next(sizes)), "own"))
+    with pytest.raises(CalibrationError, match="own: 5 scores, and 4 of float"):
+        made.select(Right(), 1.0)
 
 
 def test_a_model_that_writes_into_its_inputs_does_not_change_the_samples() -> None:

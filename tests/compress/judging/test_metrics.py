@@ -104,8 +104,27 @@ def test_forms_of_functions() -> None:
 
 
 def test_a_number_is_not_one_score_per_sample() -> None:
-    assert as_scores(0.5) is None and as_scores(torch.tensor(0.5)) is None
-    assert as_scores([True, False]).tolist() == [True, False]  # type: ignore[union-attr]
+    assert as_scores(0.5, "m") is None and as_scores(torch.tensor(0.5), "m") is None
+    assert as_scores([True, False], "m").tolist() == [True, False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", [None, "0.9", [[1.0], [1.0, 2.0]], torch.zeros(2, dtype=torch.complex64)])
+def test_what_is_no_score_is_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match="metric=m: it returned"):
+        as_scores(value, "m")
+
+
+def test_scores_are_copied_because_a_metric_may_reuse_its_tensor() -> None:
+    own = torch.zeros(2)
+    found = as_scores(own, "m")
+    own.fill_(1.0)
+    assert found is not None and found.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("labels", [[1, 2, 2], [-1, 0, 1]], ids=["from one on", "below zero"])
+def test_labels_that_are_no_class_are_refused(labels: list[int]) -> None:
+    with pytest.raises(CalibrationError, match=r"labels from -?1 to [12], and 2 classes, which are 0 to 1"):
+        read_metric("top1", LOGITS, (torch.zeros(3, 4), torch.tensor(labels)))
 
 
 def test_the_scores_among_the_outputs() -> None:
