@@ -57,10 +57,10 @@ def _compress(case: Case, folder: Path, minutes: float, **goal: Any) -> Found:
 def by_hand(case: Case, folder: Path, minutes: float) -> Found:
     """What the tables of the documentation found best for speed: clipped ranges, and a placement that is measured."""
     from sparsebit import quantize
-    from sparsebit.quantization.quant_config import as_qconfig
+    from sparsebit.quantization import parse_qconfig
 
     del minutes
-    config = as_qconfig("onnxruntime").replace("A.OBSERVER.TYPE", "mse")
+    config = parse_qconfig("onnxruntime").replace("A.OBSERVER.TYPE", "mse")
     qmodel = quantize(case.model, case.calibration, config, placement="measured", placement_seconds=90)
     return Found("observer mse, measured placement", _exported(qmodel, case, folder))
 
@@ -68,10 +68,10 @@ def by_hand(case: Case, folder: Path, minutes: float) -> Found:
 def uniform_four_bits(case: Case, folder: Path, minutes: float) -> Found:
     """Every weight in 4 bits, rounded to nearest; activations are float, as ONNX Runtime wants it beside 4 bits."""
     from sparsebit import quantize
-    from sparsebit.quantization.quant_config import as_qconfig
+    from sparsebit.quantization import parse_qconfig
 
     del minutes
-    config = as_qconfig("onnxruntime").replace("A.QUANTIZER.DISABLE", True, "W.QUANTIZER.BIT", 4)
+    config = parse_qconfig("onnxruntime").replace("A.QUANTIZER.DISABLE", True, "W.QUANTIZER.BIT", 4)
     qmodel = quantize(case.model, case.calibration, config)
     return Found("4-bit weights, rounded to nearest", _exported(qmodel, case, folder))
 

@@ -21,7 +21,6 @@ from rich.table import Table
 
 import sparsebit
 from sparsebit.compress import Result
-from sparsebit.records.ladder import Ladder
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ def main() -> None:
 
 def ladder_table(result: Result) -> Table:
     """What was tried; a star marks the best."""
-    ladder: Ladder = result.ladder
+    ladder = result.ladder
     table = Table("", "step", "result", "loss in points", "time of float", "bytes of float", title=ladder.goal.metric)
     for step in ladder.steps:
         judged, cost = step.final or step.selection, step.cost
