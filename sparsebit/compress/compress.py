@@ -19,6 +19,7 @@ from sparsebit.compress.climbing.result import Result
 from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.climbing.rung import Rung
 from sparsebit.compress.climbing.search import Search, empty_ladder
+from sparsebit.compress.judging.fingerprint import fingerprint
 from sparsebit.compress.judging.judges import judge_of
 from sparsebit.compress.judging.metrics import Metric, has_own_data, inputs_of, read_metric
 from sparsebit.compress.judging.samples import Samples, split
@@ -26,10 +27,11 @@ from sparsebit.compress.language.compress_folder import compress_folder
 from sparsebit.compress.language.metrics import read_language_metric
 from sparsebit.compress.language.rungs import LANGUAGE_RUNGS
 from sparsebit.compress.networks.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
-from sparsebit.compress.networks.outcome import BEST, write_outcome
+from sparsebit.compress.networks.outcome import BEST, BEST_MODEL, write_outcome
 from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
+from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
@@ -107,10 +109,11 @@ def _run(
     rungs: list[Rung],
     show: Callable[[Ladder], None],
 ) -> Result:
-    identity = _identity(model, samples, goal, rungs)
-    ladder = run.read(identity) or empty_ladder(identity, goal)
     float_file = run.path / "float.onnx"
-    example = replace(example, axes=write_float(model, example, float_file))
+    with staged(float_file) as path:  # put in place only if the folder holds no other run
+        example = replace(example, axes=write_float(model, example, path))
+        identity = _identity(model, samples, goal, rungs, f"{graph_digest(path)} {fingerprint(metric)}")
+        ladder = run.read(identity, goal.minutes, BEST) or empty_ladder(identity, goal)
     stopwatch = stopwatch_for(goal, example, model)
     cost = ladder.float_cost or float_cost(float_file, model, example, stopwatch)
     judge = judge_of(metric, model, samples.selection, samples.final)
@@ -121,26 +124,31 @@ def _run(
         search = Search(NetworkTrials(bench), study, rungs, run, ladder.replace(float_cost=cost), show)
         ladder = write_outcome(bench, run, search.run())
         show(ladder)
-    return Result(ladder, run.path, run.path / BEST, lambda step, place: load(bench, step, place)[1])
+    return Result(ladder, run.path, run.path / BEST, lambda step: load(bench, step, run.path, BEST_MODEL)[1])
 
 
 def _chosen(names: Sequence[str] | None, registry: Registry[Rung]) -> list[Rung]:
     """The rungs in their order."""
+    if isinstance(names, str):
+        raise ConfigError(f"rungs={names!r}: give a list of names, as [{names!r}]")
     every = [registry.get(name) for name in (registry.names() if names is None else names)]
     if not every:
         raise ConfigError(f"rungs=(): nothing would be tried; allowed: {', '.join(registry.names())}")
     return sorted(every, key=lambda rung: rung.order)
 
 
-def _identity(model: nn.Module, samples: Samples, goal: LadderGoal, rungs: list[Rung]) -> str:
-    """A checksum of what the result depends on; another number of minutes continues the same run."""
+def _identity(model: nn.Module, samples: Samples, goal: LadderGoal, rungs: list[Rung], computed: str) -> str:
+    """A checksum of what the result depends on; another number of minutes continues the same run.
+
+    `computed`: what the model and the metric compute.
+    """
     state = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    batches = [*samples.calibration[:1], *samples.selection[:1], *samples.final[:1]]
+    batches = [*samples.calibration, *samples.selection, *samples.final]
     data = {str(place): tensor for place, tensor in enumerate(tensors_of(batches))}
     sizes = [len(part) for part in (samples.calibration, samples.selection, samples.final)]
     names = [rung.name for rung in rungs]
     asked = json.dumps([goal.target, goal.metric, goal.max_loss, goal.budget, goal.prefer, sizes, names])
-    return hashlib.sha256(f"{digest(state)} {digest(data)} {asked}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest(state)} {digest(data)} {asked} {computed}".encode()).hexdigest()
 
 
 @contextlib.contextmanager

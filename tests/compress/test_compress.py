@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ pytest.importorskip("onnxruntime")
 
 import sparsebit
 from sparsebit.compress import Candidate, Known, Result, compress, register_rung
+from sparsebit.compress.judging.metrics import TOP1, PerSample
 from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.errors import ConfigError
 from sparsebit.records import read_record
@@ -77,6 +79,38 @@ class TestResult:
         assert again.ladder == done.ladder
         assert before == {path: path.stat().st_mtime_ns for path in done.folder.rglob("best.onnx")}
 
+    def test_what_the_folder_has_lost_is_not_needed_or_is_made_again(self, done: Result, tmp_path: Path) -> None:
+        how: dict[str, Any] = {"metric": "top1", "validation": batches(512, 7, labelled=True), "max_loss": 2.0}
+        shutil.copytree(done.folder, tmp_path / "run")
+        before = (tmp_path / "run" / "best.onnx").read_bytes()
+        (tmp_path / "run" / "best.onnx").unlink()
+        again = run(tmp_path / "run", **how)
+        assert again.file is not None and again.file.read_bytes() == before and again.steps == done.steps
+        shutil.rmtree(tmp_path / "run" / "candidates")
+        again = run(tmp_path / "run", **how)
+        x = batches(32, 11)[0]
+        assert again.model(x).equal(done.model(x))
+
+    @pytest.mark.parametrize("what", ["model", "data", "metric"])
+    def test_what_differs_in_a_detail_is_another_run(self, done: Result, what: str) -> None:
+        def top1(outputs: Any, batch: Any) -> Any:
+            return outputs.argmax(1) == batch[1]
+
+        class Other(Patterns):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * 2.0
+
+        net, data, validation = trained(), batches(256, 3), batches(512, 7, labelled=True)
+        if what == "model":
+            net.__class__ = Other  # the same weights, which compute something else
+        if what == "data":
+            data[-1] = batches(32, 4)[0]
+        metric: Any = PerSample(top1, TOP1.name) if what == "metric" else "top1"
+        with pytest.raises(ConfigError, match="another model, other data or another goal"):
+            compress(
+                net, data, folder=done.folder, rungs=ONE, minutes=2, metric=metric, validation=validation, max_loss=2.0
+            )
+
     def test_another_goal_or_folder_is_refused(self, done: Result, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds a run with another model, other data or another goal"):
             run(done.folder)
@@ -92,6 +126,8 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     state = {key: value.clone() for key, value in net.state_dict().items()}
     with pytest.raises(ConfigError, match="unknown rung"):
         compress(net, batches(256, 3), folder=tmp_path / "run", rungs=("nine bits",))
+    with pytest.raises(ConfigError, match=r"give a list of names, as \['eight bits'\]"):
+        compress(net, batches(256, 3), folder=tmp_path / "run", rungs="eight bits")
     compress(net, batches(64, 3), folder=tmp_path / "run", rungs=ONE, minutes=1, target="virtual")
     assert net.training and not net.norm.training
     assert all(state[key].equal(value) for key, value in net.state_dict().items())

@@ -42,8 +42,11 @@ def read_goal(
 ) -> LadderGoal:
     """The checked goal; a ConfigError names what is wrong. `target`: one that the caller knows."""
     amounts = _AMOUNTS[models]
+    minutes, max_loss = _number("minutes", minutes), None if max_loss is None else _number("max_loss", max_loss)
     if not minutes > 0:
         raise ConfigError(f"minutes={minutes:g}: how long the search may take, above 0")
+    if not isinstance(budget, Mapping | None):
+        raise ConfigError(f"budget={budget!r}: give limits by their names, as {{'bytes': 0.12}}")
     if max_loss is not None and not max_loss >= 0:
         raise ConfigError(f"max_loss={max_loss:g}: a loss in the unit of the metric, from 0 on")
     if prefer is not None and prefer not in amounts:
@@ -60,7 +63,7 @@ def read_goal(
         raise ConfigError(f"files for {target} do not run here, so their latency is not known; use bytes or macs")
     if limits:
         return LadderGoal(target, metric, max_loss, limits, "loss", minutes)
-    loss = USUAL_LOSS if max_loss is None else float(max_loss)
+    loss = USUAL_LOSS if max_loss is None else max_loss
     return LadderGoal(target, metric, loss, {}, prefer or ("latency" if is_timed else "bytes"), minutes)
 
 
@@ -91,9 +94,18 @@ def read_amount(name: str, limit: float | str) -> float:
         raise ConfigError(f"budget {name}={limit!r}: a number above 0, as 0.5, or with a unit: {known}")
     if name == "bits" and number * factor < 1:
         raise ConfigError(f"budget bits={limit!r}: bits of a weight with its scales, as 4.3")
+    if found and found[2] == "%" and number > 100:
+        raise ConfigError(f"budget {name}={limit!r}: a share of the float file's is at most 100 %")
     if found and found[2] not in ("", "%") and number * factor <= 1:
         raise ConfigError(f"budget {name}={limit!r}: limits up to 1 are shares of the float file's; give a share")
     return number * factor
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r}: give a number") from None
 
 
 def used(goal: LadderGoal, cost: Cost) -> dict[str, float]:

@@ -16,13 +16,13 @@ from sparsebit.report.read_ladder import run_of_ladder
 class Result:
     """What a search found. `ladder` has all facts; `folder` has the files.
 
-    `best`: where the best file is, if there is one. `load`: the model of a step, from the step's folder.
+    `best`: where the best file is, if there is one. `load`: the model that it was written from.
     """
 
     ladder: Ladder
     folder: Path
     best: Path
-    load: Callable[[LadderStep, Path], Any]
+    load: Callable[[LadderStep], Any]
 
     @property
     def file(self) -> Path | None:
@@ -34,8 +34,7 @@ class Result:
         """The quantized model that the file was written from; None if there is none."""
         if not self.ladder.best:
             return None
-        step = self.ladder.step(self.ladder.best)
-        return self.load(step, self.folder / step.folder)
+        return self.load(self.ladder.step(self.ladder.best))
 
     @property
     def met(self) -> bool:

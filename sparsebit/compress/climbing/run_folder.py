@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from sparsebit.compress.climbing.goal import pareto
 from sparsebit.errors import ConfigError
 from sparsebit.folders import alone_in, exchange, put_in_place, replace_file, replace_text, staging_folder
-from sparsebit.records.ladder import Ladder
+from sparsebit.records.ladder import FORMAT, Ladder
+
+log = logging.getLogger(__name__)
 
 LADDER, CANDIDATES = "ladder.json", "candidates"
 
@@ -36,23 +41,46 @@ class RunFolder:
         except BlockingIOError:
             raise ConfigError(f"another process works in {self.path} now; wait, or choose another folder") from None
 
-    def read(self, identity: str) -> Ladder | None:
-        """The ladder of an earlier call, without folders of steps that were not finished; None at the first call."""
-        file = self.path / LADDER
-        if not file.exists():
-            found = None
-        else:
-            found = Ladder.from_json(file.read_text(encoding="utf-8"), str(file))
+    def read(self, identity: str, minutes: float, best: str) -> Ladder | None:
+        """The ladder of an earlier call, without folders of steps that were not finished; None at the first call.
+
+        A finished search goes on if it may take more minutes now, or if its result, the file `best`, is gone.
+        """
+        file, found = self.path / LADDER, None
+        if file.exists():
+            found = Ladder.from_json(file.read_bytes().decode(errors="replace"), str(file))
             if found.identity != identity:
                 raise ConfigError(
                     f"{self.path} holds a run with another model, other data or another goal; choose another folder, "
                     "or repeat the call that began it"
                 )
+            found = self._continued(found, minutes, best)
         finished = set() if found is None else {step.folder for step in found.steps}
         for folder in (self.path / CANDIDATES).iterdir():
-            if f"{CANDIDATES}/{folder.name}" not in finished:
+            if f"{CANDIDATES}/{folder.name}" not in finished and folder.is_dir():
                 shutil.rmtree(folder)
         return found
+
+    def _continued(self, ladder: Ladder, minutes: float, best: str) -> Ladder:
+        has_more_time, has_result = minutes > ladder.goal.minutes, not ladder.best or (self.path / best).exists()
+        if ladder.finished and has_result and not has_more_time:
+            return ladder
+        kept = list(ladder.steps)
+        while has_more_time and kept and kept[-1].verdict == "out of time":
+            kept.pop()
+        gone = [place for place, step in enumerate(kept) if not (self.path / step.folder).is_dir()]
+        if gone:
+            log.warning("%s is gone: the search goes on before it", self.path / kept[gone[0]].folder)
+            kept = kept[: gone[0]]
+        lost = sum(step.seconds for step in ladder.steps[len(kept) :])
+        return ladder.replace(
+            goal=replace(ladder.goal, minutes=minutes),
+            steps=tuple(kept),
+            best=ladder.best if any(step.name == ladder.best for step in kept) else "",
+            pareto=pareto(ladder.goal, tuple(kept)),
+            seconds=max(0.0, ladder.seconds - lost),
+            finished=False,
+        )
 
     def write(self, ladder: Ladder) -> None:
         replace_text(self.path / LADDER, ladder.to_json())
@@ -82,7 +110,8 @@ class RunFolder:
         return target
 
     def _is_run(self) -> bool:
-        return (self.path / CANDIDATES).is_dir()
+        file = self.path / LADDER  # a user may delete the candidates of a finished run
+        return (self.path / CANDIDATES).is_dir() or (file.is_file() and FORMAT.encode() in file.read_bytes())
 
 
 def _linked(source: object, target: object) -> object:

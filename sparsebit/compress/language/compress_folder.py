@@ -21,7 +21,7 @@ from sparsebit.compress.climbing.search import Search, empty_ladder
 from sparsebit.compress.judging.judges import SampleJudge
 from sparsebit.compress.judging.metrics import PerSample
 from sparsebit.compress.language.recipe import LanguageRecipe, LanguageStudy
-from sparsebit.compress.language.trial import LanguageTrials, bytes_of, file_of
+from sparsebit.compress.language.trial import PACKED, LanguageTrials, bytes_of, file_of
 from sparsebit.errors import ConfigError
 from sparsebit.llm import Calibration, load, token_stream, windows
 from sparsebit.llm.converting.targets import TARGETS, need_model
@@ -59,7 +59,8 @@ def compress_folder(
     run = RunFolder(folder)
     with run.alone():
         identity = _identity(source, calibration, held_out, goal, rungs)
-        ladder = run.read(identity) or empty_ladder(identity, goal)
+        best = run.path / f"best{file_of(goal.target, run.path).suffix}"
+        ladder = run.read(identity, goal.minutes, best.name) or empty_ladder(identity, goal)
         float_model = load(source, device=device)
         batches = _batches(source, calibration, held_out, device)
         judge = SampleJudge(metric, float_model, batches[0::2], batches[1::2])
@@ -71,7 +72,8 @@ def compress_folder(
             ladder = Search(trials, study, rungs, run, begun, show).run()
             ladder = _write_outcome(run, ladder, source, calibration)
             show(ladder)
-    return Result(ladder, run.path, run.path / f"best{file_of(goal.target, run.path).suffix}", trials.load)
+    packed = best if TARGETS[goal.target].format is None else None  # a file for another runtime is not loaded here
+    return Result(ladder, run.path, best, lambda step: trials.load(packed or run.path / step.folder / PACKED))
 
 
 def _calibration(data: Text | Calibration) -> Calibration:

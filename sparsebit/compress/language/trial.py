@@ -45,22 +45,21 @@ class LanguageTrials:
         found = replace(step, cost=cost, parity=parity)
         if is_over(self.goal, cost):
             return replace(found, verdict="over budget")
-        judged = self.judge.select(self.load(step, folder), self.goal.max_loss, rejects_above)
+        judged = self.judge.select(self.load(folder / PACKED), self.goal.max_loss, rejects_above)
         return replace(found, selection=judged, verdict=verdict_of(judged, self.goal.max_loss))
 
     def concluded(self, step: LadderStep, folder: Path) -> Judgement:
         """The judgement on windows that selection never saw."""
-        return self.judge.conclude(self.load(step, folder), self.goal.max_loss)
+        return self.judge.conclude(self.load(folder / PACKED), self.goal.max_loss)
 
     def times(self, folders: Mapping[str, Path]) -> dict[str, Timed]:
         """Nothing: the time of a language model depends on its runtime, which is not run here."""
         del folders
         return {}
 
-    def load(self, step: LadderStep, folder: Path) -> Any:
-        """The packed model of a step."""
-        del step
-        return load(folder / PACKED, device=self.device)
+    def load(self, folder: Path) -> Any:
+        """A packed model."""
+        return load(folder, device=self.device)
 
 
 def file_of(target: str, folder: Path) -> Path:

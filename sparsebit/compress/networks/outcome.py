@@ -18,7 +18,8 @@ from sparsebit.folders import replace_text
 from sparsebit.records import read_record, write_record
 from sparsebit.records.ladder import Ladder, LadderStep
 
-BEST, CONFIG, PLACEMENT, SPARSITY = "best.onnx", "best.yaml", "placement.json", "sparsity.yaml"
+BEST, BEST_MODEL = "best.onnx", "best"
+CONFIG, PLACEMENT, SPARSITY = "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
 _NUM_NAMED = 3  # of the layers that cost the most accuracy
 
@@ -30,9 +31,8 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
         return ladder
     step = ladder.step(ladder.best)
     source = run.path / step.folder
-    run.copy_in(source / FILE, BEST)
-    run.copy_in(source / MODEL, "best")
     recipe = step.recipe
+    run.copy_in(source / MODEL, BEST_MODEL)
     _write(run.path / CONFIG, recipe["config"])
     has_profile = isinstance(recipe["placement"], dict)
     _write(run.path / PLACEMENT, json.dumps(recipe["placement"], indent=1) + "\n" if has_profile else None)
@@ -41,11 +41,13 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
         run.copy_in(source / SMALL, SMALL)
     else:
         shutil.rmtree(run.path / SMALL, ignore_errors=True)
+    run.copy_in(source / FILE, BEST)
     _write(run.path / TRAINING, None if ladder.met else training_script(ladder))
     _write_record(bench, run, step)
-    placed = f', placement="{run.path / PLACEMENT}"' if has_profile else ""
-    net = f'sparsebit.sparse.load("{run.path / SMALL}", model)' if recipe["sparsity"] else "model"
-    again = f'sparsebit.quantize({net}, batches, "{run.path / CONFIG}"{placed})'
+    config, placement, small = (repr(str(run.path / name)) for name in (CONFIG, PLACEMENT, SMALL))
+    placed = f", placement={placement}" if has_profile else ""
+    net = f"sparsebit.sparse.load({small}, model)" if recipe["sparsity"] else "model"
+    again = f"sparsebit.quantize({net}, batches, {config}{placed})"
     if step.verdict == "too much loss":
         worst = Study(bench, run.path).worst_layers(step)[:_NUM_NAMED]
         ladder = ladder.replace(reason=reason_for(ladder, worst))

@@ -63,7 +63,7 @@ class NetworkTrials:
         return self.bench.times({name: folder / FILE for name, folder in folders.items()})
 
 
-def load(bench: Bench, step: LadderStep, folder: Path) -> tuple[nn.Module, QuantModel]:
-    """The float model and the quantized model of a finished step."""
+def load(bench: Bench, step: LadderStep, folder: Path, name: str = MODEL) -> tuple[nn.Module, QuantModel]:
+    """The float model and the quantized model of a finished step, in the folder `name` of `folder`."""
     net = pruned_folder.load(folder / SMALL, bench.model).eval() if step.recipe["sparsity"] else bench.model
-    return net, QuantModel.load(folder / MODEL, net)
+    return net, QuantModel.load(folder / name, net)

@@ -7,6 +7,7 @@ Models beyond 2 GB keep their weights in a second file with a random name, becau
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -130,6 +131,14 @@ def all_files(path: Path) -> list[Path]:
         return [path, *(path.parent / name for name in sorted(_external(path)))]
     except Exception as error:  # the readers' own exception classes differ by version
         raise DeploymentError(f"{path} is not an ONNX file: {error}") from error
+
+
+def graph_digest(path: Path) -> str:
+    """SHA-256 of the graph: nodes and weights, without weights in a second file, and without metadata."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    for tensor in graph.initializer:
+        del tensor.external_data[:]  # names a file that is called differently each time
+    return hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
 
 
 def num_bytes(path: Path) -> int:

@@ -46,6 +46,7 @@ def test_limits(name: str, limit: float | str, number: float) -> None:
         ("bytes", "4 ms", "a number above 0, as 0.5, or with a unit: %, b"),
         ("bytes", "1e-3.2", "a number above 0"),
         ("latency", "0.5 ms", "give a share"),
+        ("bytes", "150 %", "at most 100 %"),
         ("bits", 0.3, "bits of a weight with its scales"),
     ],
 )
@@ -64,6 +65,8 @@ def goal(target: str = "onnxruntime", **given: Any) -> Any:
         ({"minutes": 0.0}, "above 0"),
         ({"minutes": math.nan}, "above 0"),
         ({"max_loss": -1.0}, "from 0 on"),
+        ({"max_loss": "half"}, "max_loss='half': give a number"),
+        ({"budget": "bytes=0.5"}, "budget='bytes=0.5': give limits by their names"),
         ({"prefer": "speed"}, "allowed for networks: latency, bytes, macs"),
         ({"prefer": "bytes", "budget": {"bytes": 0.5}}, "give one of the two"),
         ({"target": "tensorrt", "prefer": "latency"}, "do not run here"),

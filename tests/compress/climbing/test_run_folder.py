@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from sparsebit.compress.climbing import run_folder
 from sparsebit.compress.climbing.run_folder import CANDIDATES, LADDER, RunFolder
 from sparsebit.errors import ConfigError, RecordError
+from sparsebit.records.ladder import Ladder
 from tests.compress.made import goal, ladder, step
 
 
@@ -27,13 +29,17 @@ def run(tmp_path: Path) -> RunFolder:
     return made
 
 
+def read(run: RunFolder, identity: str = "id", minutes: float = 20.0) -> Ladder | None:
+    return run.read(identity, minutes, "best.onnx")
+
+
 class TestWhoseItIs:
     def test_a_new_or_empty_folder_becomes_a_run(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         for place in (tmp_path / "empty", tmp_path / "new" / "inside"):
             made = RunFolder(place)
             with made.alone():
-                assert made.read("id") is None
+                assert read(made, "id") is None
             assert (place / CANDIDATES).is_dir()
 
     def test_other_files_and_folders_are_refused_and_kept(self, tmp_path: Path) -> None:
@@ -81,26 +87,31 @@ class TestWhoseItIs:
 
 class TestWhatIsRead:
     def test_finished_steps_are_kept_and_unfinished_ones_removed(self, run: RunFolder) -> None:
-        found = run.read("id")
-        assert found is not None and found == ladder(goal(), step("01-w8"))
+        found = read(run, "id")
+        assert found is not None and found.steps == (step("01-w8"),)
         assert [folder.name for folder in (run.path / CANDIDATES).iterdir()] == ["01-w8"]
         assert (run.path / found.steps[0].folder / "model.onnx").read_text() == "01-w8"
         run.step_folder("02-w4")  # the name is free again
 
     def test_the_steps_of_a_call_that_was_killed_before_its_first_ladder(self, run: RunFolder) -> None:
         (run.path / LADDER).unlink()
-        assert run.read("id") is None and not any((run.path / CANDIDATES).iterdir())
+        assert read(run, "id") is None and not any((run.path / CANDIDATES).iterdir())
 
     def test_another_run_is_refused_and_nothing_removed(self, run: RunFolder) -> None:
         with pytest.raises(ConfigError, match="another model, other data or another goal"):
-            run.read("other")
+            read(run, "other")
         assert len(list((run.path / CANDIDATES).iterdir())) == 2
 
-    @pytest.mark.parametrize("text", ["", "{}", '{"format": "sparsebit-ladder", "version": 1}'], ids=len)
+    def test_a_file_among_the_candidates_is_kept(self, run: RunFolder) -> None:
+        (run.path / CANDIDATES / "notes.txt").write_text("mine")
+        read(run)
+        assert (run.path / CANDIDATES / "notes.txt").read_text() == "mine"
+
+    @pytest.mark.parametrize("text", ["", "{}", "\udcff", '{"format": "sparsebit-ladder", "version": 1}'], ids=len)
     def test_a_damaged_ladder_is_an_error_and_nothing_is_removed(self, run: RunFolder, text: str) -> None:
-        (run.path / LADDER).write_text(text)
+        (run.path / LADDER).write_text(text, errors="surrogateescape")
         with pytest.raises(RecordError, match=r"ladder\.json"):
-            run.read("id")
+            read(run, "id")
         assert len(list((run.path / CANDIDATES).iterdir())) == 2
 
     def test_a_ladder_is_replaced_as_a_whole(self, run: RunFolder) -> None:
@@ -108,6 +119,45 @@ class TestWhatIsRead:
         run.write(ladder(goal(), step("01-w8"), step("02-w4")))
         assert (run.path / LADDER).stat().st_ino != before
         assert sorted(path.name for path in run.path.iterdir()) == [CANDIDATES, LADDER]
+
+
+class TestWhatGoesOn:
+    @pytest.fixture
+    def finished(self, run: RunFolder) -> Ladder:
+        (run.path / "best.onnx").write_text("01-w8")
+        late = step("02-w4", verdict="out of time", seconds=5.0, cost=None, loss=None)
+        made = ladder(goal(), step("01-w8", seconds=3.0), late, seconds=10.0)
+        run.write(made)
+        return made
+
+    def test_a_finished_search_is_read(self, run: RunFolder, finished: Ladder) -> None:
+        assert read(run) == read(run, minutes=1.0) == finished
+
+    def test_more_minutes_continue_it(self, run: RunFolder, finished: Ladder) -> None:
+        found = read(run, minutes=40.0)
+        assert found is not None and not found.finished and found.goal.minutes == 40.0
+        assert found.steps == finished.steps[:1] and found.seconds == 5.0 and found.best == "01-w8"
+        run.step_folder("02-w4")  # the name is free again
+
+    def test_other_minutes_of_a_stopped_one_count(self, run: RunFolder, finished: Ladder) -> None:
+        run.write(finished.replace(finished=False))
+        found = read(run, minutes=1.0)
+        assert found is not None and found.goal.minutes == 1.0 and found.steps == finished.steps
+
+    def test_without_the_result_it_goes_on(self, run: RunFolder, finished: Ladder) -> None:
+        (run.path / "best.onnx").unlink()
+        found = read(run)
+        assert found is not None and not found.finished and found.steps == finished.steps
+
+    def test_without_its_candidates_a_finished_one_is_read_and_a_stopped_one_begins_again(
+        self, run: RunFolder, finished: Ladder
+    ) -> None:
+        shutil.rmtree(run.path / CANDIDATES)
+        with run.alone():
+            assert read(run) == finished
+            found = read(run, minutes=40.0)
+        assert found is not None and (found.steps, found.best, found.pareto) == ((), "", ())
+        assert found.seconds == 2.0
 
 
 def no_links(self: Path, target: Any) -> None:

@@ -92,7 +92,9 @@ def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ladd
         trials.finals, trials.limit = final or {}, begin.goal.max_loss
         folder = RunFolder(tmp_path / "run")
         with folder.alone():
-            return Search(trials, Study(), rungs, folder, folder.read("id") or begin, show).run()
+            return Search(
+                trials, Study(), rungs, folder, folder.read("id", begin.goal.minutes, "best.onnx") or begin, show
+            ).run()
 
     return run
 
@@ -176,10 +178,23 @@ def test_a_search_killed_at_any_step_ends_as_one_that_was_not(climb: Any, place:
 
 def test_the_folder_says_finished_only_after_the_results_are_written(climb: Any, tmp_path: Path) -> None:
     found = climb(Trials(a8=(0.1, 0.5)), rung("a", 8))
-    kept = RunFolder(tmp_path / "run").read("id")
+    kept = RunFolder(tmp_path / "run").read("id", 1.0, "best.onnx")
     assert found.finished and kept is not None and kept == found.replace(finished=False)
     again = Trials()
     assert climb(again, rung("a", 8)).replace(seconds=found.seconds) == found and not again.tried
+
+
+def test_more_minutes_go_on_and_try_again_what_the_time_ended(climb: Any) -> None:
+    def slow() -> tuple[float, float]:
+        for _ in track(range(1000), "working"):
+            time.sleep(0.01)
+        raise AssertionError("the time limit did not end the loop")
+
+    first = climb(Trials(a8=(0.1, 0.5), a4=slow), rung("a", 8, 4), begin=ladder(minutes=1 / 60))
+    assert [step.verdict for step in first.steps] == ["within", "out of time"]
+    trials = Trials(a4=(0.2, 0.3))
+    found = climb(trials, rung("a", 8, 4), begin=ladder(minutes=1.0))
+    assert trials.tried == ["a4"] and found.best == "02-a4" and found.goal.minutes == 1.0
 
 
 def test_the_time_of_a_stopped_search_counts(climb: Any) -> None:
