@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -75,7 +76,9 @@ def compress(goal: GoalOptions, drawn: Annotated[Given, Calibration], say: Speak
         record = {"folder": str(goal.output), "file": found.file and str(found.file), **plain}
         out.result(record, ladder_table(found.ladder), details=[facts_table(_facts(found))])
         if found.ladder.best:
-            out.next_steps(found.ladder.reproduce, f"sparsebit report {goal.output}   # a page about the run")
+            out.next_steps(
+                found.ladder.reproduce, f"sparsebit report {shlex.quote(str(goal.output))}   # a page about the run"
+            )
 
 
 def _facts(found: Result) -> dict[str, str]:

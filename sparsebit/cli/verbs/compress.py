@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -98,13 +99,14 @@ def _next_steps(asked: CompressOptions, result: Result) -> list[str]:
     if not result.ladder.best:
         return []
     folder, net = asked.output, asked.net
+    run, config, placement, script = (shlex.quote(str(folder / name)) for name in ("", CONFIG, PLACEMENT, TRAINING))
     step = result.ladder.step(result.ladder.best)
-    data = " ".join(filter(None, [f"-d {asked.data}", retyped(asked.how)]))
+    data = " ".join(filter(None, [f"-d {shlex.quote(str(asked.data))}", retyped(asked.how)]))
     words = retyped(net)
     if step.recipe["sparsity"]:
         words = retyped(replace(net, weights=folder / SMALL))
-    placed = f" --placement {folder / PLACEMENT}" if (folder / PLACEMENT).exists() else ""
+    placed = f" --placement {placement}" if (folder / PLACEMENT).exists() else ""
     half = "" if asked.scored.test_data else "   # calibrates on all of the data, the search on half of it"
-    again = f"sparsebit quantize {words} {data} -c {folder / CONFIG}{placed} -o FILE.onnx{half}"
-    page = f"sparsebit report {folder}   # a page about the run"
-    return [page, again, *([] if result.met else [f"python {folder / TRAINING}   # trains the nearest candidate"])]
+    again = f"sparsebit quantize {words} {data} -c {config}{placed} -o FILE.onnx{half}"
+    page = f"sparsebit report {run}   # a page about the run"
+    return [page, again, *([] if result.met else [f"python {script}   # trains the nearest candidate"])]

@@ -9,20 +9,29 @@ from sparsebit.compress.climbing.goal import used
 from sparsebit.records.ladder import Cost, Ladder, LadderStep
 
 TRAINING = "train.py"
+ENDS_AT = 0.95  # of the time, for candidates; the rest is for the final judgement
 
 
 def reason_for(ladder: Ladder, worst_layers: Sequence[str] = ()) -> str:
     """One or two sentences. `worst_layers`: those that cost the best candidate its accuracy, if it loses too much."""
     if not ladder.best:
-        faults = [step.fault for step in ladder.steps if step.fault]
-        why = f"all {len(ladder.steps)} failed: {faults[-1]}" if faults else "the time was over before the first"
-        return f"no candidate was made; {why}"
+        return f"no candidate was made; {_why_none(ladder)}"
     best = ladder.step(ladder.best)
     if ladder.met:
         return f"{best.name} {_loss(best)}{_costs(ladder, best)}"
     layers = f", most of it at {', '.join(worst_layers)}" if worst_layers else ""
     nearest = f"it {_loss(best)}{layers}{_costs(ladder, best)}"
-    return f"{_why_not(ladder)}; the nearest is {best.name}: {nearest}. {_next(ladder)}"
+    return f"{_why_not(ladder)}; the nearest is {best.name}: {nearest}. {_next(ladder, best)}"
+
+
+def _why_none(ladder: Ladder) -> str:
+    if faults := [step.fault for step in ladder.steps if step.fault]:
+        return f"all {len(ladder.steps)} failed: {faults[-1]}"
+    if not ladder.finished:
+        return "the search was stopped before the first: the same call again goes on"
+    if not ladder.steps and ladder.seconds < ENDS_AT * 60 * ladder.goal.minutes:
+        return "no rung has one for this goal: allow more, or climb other rungs"
+    return "the time was over before the first"
 
 
 def _loss(step: LadderStep) -> str:
@@ -67,8 +76,10 @@ def _why_not(ladder: Ladder) -> str:
     return ", ".join(parts) or "the time was over"
 
 
-def _next(ladder: Ladder) -> str:
+def _next(ladder: Ladder, best: LadderStep) -> str:
     stopped = "" if ladder.finished else "The search was stopped: the same call again goes on. "
+    if best.verdict == "over budget":  # training makes no file smaller
+        return f"{stopped}A larger budget would be next"
     is_language_model = ladder.float_cost is not None and ladder.float_cost.bits is not None
     advice = "More bits would be next" if is_language_model else f"Training would be next: {TRAINING}"
     return f"{stopped}{advice}"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparsebit.compress.climbing.conclusion import reason_for
+from sparsebit.compress.climbing.conclusion import ENDS_AT, reason_for
 from sparsebit.compress.climbing.goal import pareto, rank
 from sparsebit.compress.climbing.known import AnyStudy, Candidate, Known
 from sparsebit.compress.climbing.run_folder import RunFolder
@@ -27,7 +27,6 @@ from sparsebit.records.ladder import Judgement, Ladder, LadderGoal, LadderStep
 log = logging.getLogger(__name__)
 
 Show = Callable[[Ladder], None]
-_RESERVE = 0.05  # of the time, for the final judgement
 _MOST_FINALS = 3  # candidates that are judged on the final samples
 _NEAR = 1.05  # candidates this near to the fastest are timed again, in turns
 
@@ -64,7 +63,7 @@ class Search:
     @property
     def seconds_left(self) -> float:
         """For candidates: the final judgement has a reserve."""
-        return 60 * self.ladder.goal.minutes * (1 - _RESERVE) - self.seconds
+        return 60 * self.ladder.goal.minutes * ENDS_AT - self.seconds
 
     def run(self) -> Ladder:
         """The finished ladder; of an interrupted search, the best so far.

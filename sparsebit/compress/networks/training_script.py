@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsebit.execution.batches import calls
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.quantization import QuantModel, parse_qconfig
 
 
@@ -25,6 +26,10 @@ def float_model():
 
 def batches():
     raise NotImplementedError("return a list or a DataLoader of training inputs, in the form of calibration data")
+
+
+def floats(outputs):
+    return [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
 
 
 EPOCHS, RATE = 10, 1e-5
@@ -46,8 +51,8 @@ for epoch in range(EPOCHS):
     qmodel.train()
     for args, kwargs in calls(batches(), net, device):
         with torch.no_grad():
-            wanted = teacher(*args, **kwargs)
-        found = qmodel(*args, **kwargs)
+            wanted = floats(teacher(*args, **kwargs))
+        found = floats(qmodel(*args, **kwargs))
         loss = {loss}
         optimizer.zero_grad()
         loss.backward()
@@ -62,8 +67,8 @@ _PRUNED = """\
 from sparsebit.sparse import load
 
 net = load(HERE / "small", float_model()).to(device)"""
-_OF_CLASSES = 'F.kl_div(found.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")'
-_OF_VALUES = "F.mse_loss(found, wanted)  # of outputs that are one tensor; otherwise compare the one that matters"
+_OF_CLASSES = 'F.kl_div(found[0].log_softmax(-1), wanted[0].softmax(-1), reduction="batchmean")'
+_OF_VALUES = "sum(F.mse_loss(ours, theirs) for ours, theirs in zip(found, wanted))"
 
 
 def training_script(ladder: Ladder) -> str:

@@ -22,15 +22,15 @@ def packages() -> None:
 
 
 def test_the_best_file_and_how_to_make_it_again(sparsebit: Sparsebit, project: Path) -> None:
-    answer = sparsebit(*COMPRESS, "--rungs", "eight bits", "--max-loss", "50")
+    answer = sparsebit(*COMPRESS[:-1], "my run", "--rungs", "eight bits", "--max-loss", "50")
     assert answer.code == 0, answer.err
     assert "01-w8: within" in answer.err and "of the bytes" in answer.err
-    assert "goal" in answer.out and "met" in answer.out and "sparsebit report run" in answer.err
+    assert "goal" in answer.out and "met" in answer.out and "sparsebit report 'my run'" in answer.err
     again = next(line for line in answer.err.splitlines() if "sparsebit quantize" in line)
     words = shlex.split(again[again.index("sparsebit quantize") :].partition("#")[0])
     made = sparsebit(*[word.replace("FILE.onnx", "again.onnx") for word in words[1:]])
     assert made.code == 0, made.err
-    assert Path("again.onnx").is_file() and Path("run/best.onnx").is_file()
+    assert Path("again.onnx").is_file() and Path("my run/best.onnx").is_file()
 
 
 def test_the_answer_as_json_is_the_ladder(sparsebit: Sparsebit, project: Path) -> None:

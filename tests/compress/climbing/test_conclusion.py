@@ -65,6 +65,7 @@ def test_only_the_budgets_that_are_exceeded_are_named() -> None:
     assert found.startswith("1 of 1 take more than the budget of bytes; the nearest is 01-w8: it was not judged, ")
     both = reason_for(ladder(goal(budget={"bytes": 0.2, "latency": 0.4}), over))
     assert "more than the budget of bytes, latency;" in both
+    assert both.endswith("A larger budget would be next")
 
 
 def test_what_lost_on_unseen_samples() -> None:
@@ -73,7 +74,11 @@ def test_what_lost_on_unseen_samples() -> None:
 
 
 def test_no_candidate() -> None:
-    assert reason_for(ladder(goal())) == "no candidate was made; the time was over before the first"
+    assert reason_for(ladder(goal(), seconds=1190.0)) == "no candidate was made; the time was over before the first"
+    late = ladder(goal(), step("01-w8", **{**FAILED, "verdict": "out of time", "fault": ""}), best="")
+    assert reason_for(late) == "no candidate was made; the time was over before the first"
+    assert "no rung has one for this goal" in reason_for(ladder(goal(), seconds=2.0))
+    assert "was stopped before the first: the same call" in reason_for(ladder(goal(), finished=False))
     failed = ladder(goal(), step("01-w8", **FAILED), best="")
     assert reason_for(failed) == "no candidate was made; all 1 failed: DeploymentError: no kernel"
 
