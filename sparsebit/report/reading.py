@@ -24,6 +24,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     place = Path(path).expanduser()
     if not place.exists():
         raise RecordError(f"{path} does not exist; give {ALLOWED}")
+    try:
+        return _run_of(place)
+    except RecordError:
+        raise
+    # A file of the right form may hold values that no run writes: a negative count, the name of a step that is missing.
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        fault = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise RecordError(f"{path} is damaged: its values do not fit together ({fault}); give {ALLOWED}") from error
+
+
+def _run_of(place: Path) -> Run:
     if not place.is_dir():
         return _run_of_file(place)
     if (place / LADDER).exists():
@@ -37,7 +48,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             return run_of_language_model(place)
         raise RecordError(f"{place / CONFIG} has no quantization_config of a packed model; give {ALLOWED}")
     names = ", ".join(sorted(entry.name for entry in place.iterdir())[:4])
-    raise RecordError(f"{path} holds {names or 'nothing'}, and no record; give {ALLOWED}")
+    raise RecordError(f"{place} holds {names or 'nothing'}, and no record; give {ALLOWED}")
 
 
 def _run_of_file(file: Path, name: str = "") -> Run:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,26 @@ def test_damage_and_other_files_are_errors(tmp_path: Path, name: str, text: str 
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds nothing, and no record"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("ladder", ("best",), "99-none"),
+        ("ladder", ("float_cost", "num_bytes"), 10**400),
+        ("ladder", ("goal", "budget"), {"height": 5.0}),
+        ("record", ("errors", 0, "sites", 0, "histogram", "counts", 0), -1),
+    ],
+    ids=["no such step", "a huge number", "no such budget", "a negative count"],
+)
+def test_values_that_no_run_writes_are_errors(
+    kind: str, place: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
+    values = json.loads(LADDER.to_json() if kind == "ladder" else RECORD.to_json())
+    inner = values
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / "made.json").write_text(json.dumps(values))
+    with pytest.raises(RecordError, match=r"made\.json is damaged: its values do not fit together \("):
+        read_run(tmp_path / "made.json")
