@@ -170,6 +170,26 @@ def test_a_metric_with_a_fault_ends_the_search_before_the_first_candidate(metric
     assert not any((tmp_path / "run" / "candidates").iterdir())
 
 
+class FixedBatch(Patterns):
+    """Runs with 32 samples only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).reshape(32, 2, 3).flatten(1)
+
+
+def test_a_model_with_a_fixed_number_of_samples(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    found = compress(FixedBatch().eval(), batches(128, 3), folder=tmp_path / "run", rungs=ONE, minutes=2)
+    assert found.steps[0].cost is not None and found.steps[0].cost.latency is not None
+    assert found.steps[0].selection is not None and found.steps[0].selection.num_samples == 32
+
+
+def test_inputs_that_no_runtime_reads_are_refused(tmp_path: Path) -> None:
+    data = [batch.bfloat16() for batch in batches(128, 3)]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"bfloat16, which no runtime here reads; give model\.float"):
+        compress(trained().bfloat16(), data, folder=tmp_path / "run", rungs=ONE)
+
+
 def test_a_model_of_another_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model of type int: give a torch\.nn\.Module"):
         compress(5, [], folder=tmp_path)  # type: ignore[arg-type]

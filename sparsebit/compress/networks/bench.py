@@ -18,10 +18,10 @@ from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, in_order, input_names, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import num_bytes, staged, write
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.errors import DeploymentError
+from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
-from sparsebit.graph.values.nested import map_nested
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records.ladder import Cost, LadderGoal
 from sparsebit.sparse.budgets.model_size import model_size
@@ -125,11 +125,15 @@ class Bench:
 
 
 def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopwatch | None:
-    """Times one sample with one thread; None if files for the target do not run here."""
+    """Times one sample with one thread, a whole batch of a file without open sizes; None if files do not run here."""
     runtime = PROFILES[goal.target].executes
     if runtime is None:
         return None
-    call = example.with_samples(1)
+    call = example.with_samples(1) if example.axes else example.call
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors_of(call)):
+        raise ConfigError(
+            "inputs of type bfloat16, which no runtime here reads; give model.float() and its data"
+        )
     arrays = [tensor.detach().cpu().numpy() for tensor in _named(call, inspect.signature(model.forward)).values()]
     return Stopwatch(runtime, [arrays])
 
@@ -151,7 +155,7 @@ def write_float(model: nn.Module, example: Example, target: Path) -> Axes | None
         options = OnnxOptions(dynamic_axes=example.axes if axes else None, opset_version=PROFILES["virtual"].opset)
         try:
             made: Any = to_onnx(model, args, in_order(kwargs, signature), options, signature=signature)
-        except DeploymentError:
+        except Exception:  # anything may be raised by a model that runs with its own number of samples only
             if axes:
                 continue
             raise

@@ -43,9 +43,7 @@ def quiet() -> Iterator[None]:
 
 def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> str:
     """The innermost cause in a few lines, and its place; torch's own message is pages long."""
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
+    causes = _causes(error)
     text = _shortened(str(causes[-1]), inputs) or type(causes[-1]).__name__
     frames = [frame for cause in causes for frame, _ in traceback.walk_tb(cause.__traceback__)]
     if any("ConversionError" in type(cause).__name__ for cause in causes):
@@ -56,6 +54,18 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> s
     if "torch.export" in str(error):
         return f"export_onnx: torch.export cannot follow the model{place}: {text}\n{_ADVICE['export']}"
     return f"export_onnx{place}: {type(causes[-1]).__name__}: {text}"
+
+
+def hides_interrupt(error: Exception) -> bool:
+    """Whether Ctrl-C is behind the error: torch's C++ code turns a KeyboardInterrupt into a TypeError that names it."""
+    return any("KeyboardInterrupt" in str(cause) for cause in _causes(error))
+
+
+def _causes(error: Exception) -> list[BaseException]:
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    return causes
 
 
 def _shortened(text: str, inputs: Sequence[str]) -> str:

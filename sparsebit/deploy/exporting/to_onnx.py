@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.deploy.exporting.export_errors import export_fault, quiet
+from sparsebit.deploy.exporting.export_errors import export_fault, hides_interrupt, quiet
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes, apart, dynamic_shapes, named, rename_ports
 from sparsebit.deploy.onnx_graph.packages import ir, onnx
 from sparsebit.errors import DeploymentError, MissingExtraError, users_level
@@ -85,6 +85,8 @@ def to_onnx(
                 verbose=options.verbose,
             )
         except Exception as error:
+            if hides_interrupt(error):
+                raise KeyboardInterrupt from error
             raise DeploymentError(export_fault(error, module, inputs)) from error
     for line in branches:
         warnings.warn(

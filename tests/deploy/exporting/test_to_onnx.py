@@ -254,3 +254,15 @@ def test_a_missing_package_names_its_extra(package: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"{package.replace('_', '-')}.*pip install "):
         to_onnx(nn.Identity(), (X,), {}, signature=inspect.signature(nn.Identity.forward))
+
+
+def test_an_interrupt_that_torch_turns_into_an_error_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Failed to decompose") from TypeError(
+            'failed to unpack pos 1 with error "KeyboardInterrupt"'
+        )
+
+    monkeypatch.setattr(torch.onnx, "export", interrupted)
+    model = nn.Linear(2, 2)
+    with pytest.raises(KeyboardInterrupt):
+        to_onnx(model, (torch.zeros(1, 2),), {}, signature=inspect.signature(model.forward))
