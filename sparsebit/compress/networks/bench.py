@@ -131,9 +131,7 @@ def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopw
         return None
     call = example.with_samples(1) if example.axes else example.call
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors_of(call)):
-        raise ConfigError(
-            "inputs of type bfloat16, which no runtime here reads; give model.float() and its data"
-        )
+        raise ConfigError("inputs of type bfloat16, which no runtime here reads; give model.float() and its data")
     arrays = [tensor.detach().cpu().numpy() for tensor in _named(call, inspect.signature(model.forward)).values()]
     return Stopwatch(runtime, [arrays])
 
