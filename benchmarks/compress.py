@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", default=",".join(CASES))
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--at-once", type=int, default=1, help="how many tools run side by side; each wants a core")
     parser.add_argument("--folder", type=Path, help="where the files stay; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of such a file, and nothing else")
@@ -47,7 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for task in options.tasks.split(","):
             folder = (options.folder or Path(temporary)) / task
-            rows = [_in_own_process(task, tool, folder, options.minutes) for tool in options.tools.split(",")]
+            with ThreadPoolExecutor(options.at_once) as pool:
+                run = partial(_in_own_process, task, folder=folder, minutes=options.minutes)
+                rows = list(pool.map(run, options.tools.split(",")))
             times = timed(task, {one["tool"]: one["file"] for one in rows if one.get("file")})
             for one in rows:
                 file = one.pop("file", None)

@@ -310,7 +310,7 @@ def test_a_format_that_does_not_follow_a_quantized_output() -> None:
         ((4, 4), {"matmul.input.0", "matmul.input.1"}),
         ((1, 4, 4), {"matmul.input.0", "matmul.input.1"}),
     ],
-    ids=str,
+    ids=["stack", "matrix", "stack of one"],
 )
 def test_stacked_matrices_are_a_weight(shape: tuple[int, ...], is_moved: bool, expected: set[str]) -> None:
     """A single matrix is an operand like any other."""
