@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
 from sparsebit.errors import ConfigError
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
 from sparsebit.registry import Registry
@@ -89,6 +91,7 @@ def compress(
     need_backend(target)
     chosen = _chosen(rungs, RUNGS)
     samples = split(data, validation, needs_samples=not has_own_data(metric))
+    model = _on_cpu(model)
     with _left_as_it_was(model):
         example = example_of(model, samples.calibration)
         batch = (samples.selection or samples.calibration)[0]
@@ -149,6 +152,12 @@ def _identity(model: nn.Module, samples: Samples, goal: LadderGoal, rungs: list[
     names = [rung.name for rung in rungs]
     asked = json.dumps([goal.target, goal.metric, goal.max_loss, goal.budget, goal.prefer, sizes, names])
     return hashlib.sha256(f"{digest(state)} {digest(data)} {asked} {computed}".encode()).hexdigest()
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """The model, or a copy if it is elsewhere: it is compared with files that run on the CPU."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return model if all(tensor.is_cpu for tensor in tensors) else copy_model(model).cpu()
 
 
 @contextlib.contextmanager

@@ -38,6 +38,19 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(tmp_path_factory.mktemp("runs") / "run", metric="top1", validation=validation, max_loss=2.0)
 
 
+def test_candidates_stay_on_the_cpu_where_their_files_run(tmp_path: Path, asks_for_a_gpu: None) -> None:
+    done = run(tmp_path / "run")
+    assert done.file is not None and {parameter.device.type for parameter in done.model.parameters()} == {"cpu"}
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_compressed_and_stays_there(tmp_path: Path) -> None:
+    net = trained().cuda()
+    done = compress(net, [x.cuda() for x in batches(256, 3)], folder=tmp_path / "run", rungs=ONE, minutes=2)
+    assert done.file is not None and done.steps[0].final is not None
+    assert {p.device.type for p in net.parameters()} == {"cuda"}
+
+
 class TestResult:
     def test_the_goal_is_met_by_a_file_that_passed_the_gate(self, done: Result) -> None:
         assert done.met and "on 256 samples that selection never saw" in done.reason

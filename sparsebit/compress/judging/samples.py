@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError
-from sparsebit.execution.batches import batches_of, rows_of
+from sparsebit.execution.batches import batches_of, rows_of, to_device
 
 _PIECE = 64  # samples; a judge decides after whole pieces
 _FEWEST = 4  # batches to take apart
@@ -44,7 +44,7 @@ def split(data: Any, validation: Any, *, needs_samples: bool) -> Samples:
 
 
 def _listed(data: Any, name: str) -> list[Any]:
-    found = list(batches_of(data))
+    found = [to_device(batch, "cpu") for batch in batches_of(data)]
     if not found:
         raise CalibrationError(f"{name} holds no batches; give a few hundred samples that look like those in use")
     return found

@@ -21,6 +21,9 @@ from sparsebit.records.json_form import from_plain, to_plain
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel
 
+# Candidates are compared with the float model in runtimes that compute on the CPU: everything stays there.
+DEVICE = "cpu"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -36,6 +39,11 @@ class Recipe:
     sconfig: SparseConfig | None = None
     round_to: int = 1
     learning_steps: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.config.replace("DEVICE", DEVICE))
+        if self.sconfig is not None:
+            object.__setattr__(self, "sconfig", self.sconfig.replace("DEVICE", DEVICE))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with other fields."""

@@ -14,7 +14,7 @@ from sparsebit.backends import BACKENDS
 from sparsebit.compress.judging.metrics import noise
 from sparsebit.compress.networks.bench import Bench
 from sparsebit.compress.networks.joint_search import JointChoice, choose_channels_and_bits
-from sparsebit.compress.networks.recipe import Recipe
+from sparsebit.compress.networks.recipe import DEVICE, Recipe
 from sparsebit.compress.networks.teaching import BATCH
 from sparsebit.compress.networks.trial import load
 from sparsebit.config.schema import QuantConfig
@@ -25,6 +25,7 @@ from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.records.ladder import LadderStep
 from sparsebit.sparse.sparse_model import SparseModel
 
+_CHANNELS = f"{{DEVICE: {DEVICE}, SPARSER: {{TYPE: structured}}}}"
 _NUM_WORST = 8
 # Passes of one step, each as many operations as a forward; and what two ordinary cores do in a second.
 _TEACHER_PASSES, _STUDENT_PASSES, _OPERATIONS_PER_S = 1, 3, 4e10
@@ -45,7 +46,7 @@ class Study:
     def low_bit_config(self) -> QuantConfig:
         """4-bit weights in the target's formats; activations of 8 bits where the target runs both, else float."""
         target = self.bench.goal.target
-        config = as_qconfig(target)
+        config = as_qconfig(target).replace("DEVICE", DEVICE)
         if 4 not in BACKENDS[target].weight.bits:
             config = config.replace("A.QUANTIZER.DISABLE", True)
         return config.replace("W.QUANTIZER.BIT", 4)
@@ -94,7 +95,10 @@ class Study:
     def channels_and_bits(self, config: QuantConfig, share: float, weight_bits: tuple[int, ...]) -> JointChoice:
         """Channels to remove, and bits of the rest, at this share of the float model's bytes."""
         model, batches, plain = self.bench.model, self.bench.calibration, config.replace("ALGORITHMS", [])
-        return choose_channels_and_bits(model, batches, {"bytes": share}, qconfig=plain, weight_bits=weight_bits)
+        limit = {"bytes": share}
+        return choose_channels_and_bits(
+            model, batches, limit, sconfig=_CHANNELS, qconfig=plain, weight_bits=weight_bits
+        )
 
     def learning_steps(self, minutes: float) -> int:
         """How many steps of learning fit into a quarter of the time, by the model's size: equal in every run."""
@@ -103,6 +107,6 @@ class Study:
 
     def channels(self, budget: Mapping[str, float]) -> tuple[Any, int]:
         """The config that removes channels until the float model keeps the budget, and the width it rounds to."""
-        smodel = SparseModel(self.bench.model, "{SPARSER: {TYPE: structured}}", self.bench.calibration[0]).eval()
+        smodel = SparseModel(self.bench.model, _CHANNELS, self.bench.calibration[0]).eval()
         choice = smodel.choose_ratios(dict(budget), self.bench.calibration, round_to=(16, 8, 1))
         return smodel.config_of(choice.ratios), choice.round_to

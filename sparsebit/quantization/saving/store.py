@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError, SparsebitError
@@ -154,7 +153,7 @@ def revived(
         site = description["sites"].get(quantizer.name, {})  # nothing of one that was not in use
         quantizer.set_bit(site.get("bits", quantizer.spec.bits))
     if sites is None:
-        is_unchanged = all(torch.equal(p, tensors.get(name, p)) for name, p in qmodel.named_parameters())
+        is_unchanged = all(p.cpu().equal(tensors.get(name, p).cpu()) for name, p in qmodel.named_parameters())
         qmodel.load_state_dict(tensors)
         if is_unchanged:  # a pickled model whose weights still equal those of the float model
             qmodel.note_weights()

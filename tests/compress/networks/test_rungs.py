@@ -264,7 +264,7 @@ class TestChannelsAndBits:
         found = proposed("channels and bits", *steps, wanted=goal(budget={"bytes": limit}), study=study)
         if found is None:
             return None
-        assert isinstance(found.recipe, Recipe) and found.recipe.sconfig is self.JOINT.sconfig
+        assert isinstance(found.recipe, Recipe) and found.recipe.sconfig == self.JOINT.sconfig
         assert "gptq" in algorithms(found)
         return round(float(study.asked[0]), 4)
 

@@ -109,3 +109,13 @@ def test_channels_under_a_share_of_the_multiplications(study: Study) -> None:
     macs = model_size(smodel.shrink(round_to), batches(1, 3)[0]).macs
     assert round_to in (1, 8, 16)
     assert 0.3 * study.bench.float_cost.macs < macs <= 0.6 * study.bench.float_cost.macs
+
+
+def test_what_is_measured_stays_on_the_cpu(study: Study, asks_for_a_gpu: None) -> None:
+    config, calibration = study.low_bit_config, study.bench.calibration
+    study.bits_under(config, 0.2, (4, 8))
+    study.channels_and_bits(config, 0.2, (4, 8))
+    sconfig, _ = study.channels({"macs": 0.6})
+    recipe = Recipe(config, sconfig=sconfig, learning_steps=2)
+    qmodel = recipe.quantized(recipe.net(study.bench.model, calibration), calibration, 0.0)
+    assert qmodel.device.type == "cpu"

@@ -139,6 +139,13 @@ class TestConstruction:
         assert next(model.parameters()).device.type == "cpu"
         torch.testing.assert_close(qmodel(x.cuda()).cpu(), calibrated(model, [x], asym=True)(x), atol=0.05, rtol=0.05)
 
+    @pytest.mark.gpu
+    def test_a_model_is_saved_and_loaded_on_a_gpu(self, tmp_path: Path) -> None:
+        model, x = Residual().eval(), torch.randn(IMAGES).cuda()
+        qmodel = calibrated(model, [x], qconfig({"DEVICE": "cuda"}), asym=True)
+        qmodel.save(tmp_path / "saved")
+        assert torch.equal(QuantModel.load(tmp_path / "saved", model)(x), qmodel(x))
+
 
 class TestCopies:
     def test_deepcopy(self, example: tuple[QuantModel, Tensor]) -> None:
