@@ -113,7 +113,9 @@ def shared_data() -> Path:
     pytest.skip("no data folder: set SPARSEBIT_DATA to run the tests on real data")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _sample(items)
     for item in items:
         if " at 0x" in item.name:
             raise pytest.UsageError(f"{item.nodeid}: an address in its name differs in every process; give it an id")
@@ -123,6 +125,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("exact_sums") and saturates():
             item.add_marker(pytest.mark.skip(reason="this CPU has no VNNI: sums of 8-bit products clip at 16 bits"))
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `sample(count)`, so many, evenly spread, are quick; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        quick = {place * len(found) // count for place in range(count)}
+        for place, item in enumerate(found):
+            if place not in quick:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

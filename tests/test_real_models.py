@@ -81,6 +81,7 @@ def test_the_best_observer_reaches_thirty_decibels(resnet20: ResNet20) -> None:
     assert resnet20.agreement(outputs) >= 0.985
 
 
+@pytest.mark.slow
 def test_four_bit_weights_with_the_mse_observer_beat_min_max(resnet20: ResNet20) -> None:
     by_mse, by_extremes = (resnet20.quantized("virtual", observer, weight_bits=4) for observer in ("mse", "minmax"))
     assert resnet20.sqnr_db(by_mse) >= resnet20.sqnr_db(by_extremes) + 1

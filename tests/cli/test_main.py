@@ -27,6 +27,7 @@ def test_starts_without_torch(project_root: Path) -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["quantize", "--help"], ["llm", "--help"], ["llm", "quantize", "-h"]]
 )

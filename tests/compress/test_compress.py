@@ -190,6 +190,7 @@ class FixedBatch(Patterns):
         return super().forward(x).reshape(32, 2, 3).flatten(1)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_fixed_number_of_samples(tmp_path: Path) -> None:
     torch.manual_seed(0)
     found = compress(FixedBatch().eval(), batches(128, 3), folder=tmp_path / "run", rungs=ONE, minutes=2)

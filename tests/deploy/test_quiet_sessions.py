@@ -81,6 +81,7 @@ PAIRS = [("padded", backend) for backend in ("virtual", "onnxruntime", "openvino
 PAIRS += [("residual", "tensorrt"), ("block", "onnxruntime"), ("upsampled", "virtual"), ("words", "onnxruntime")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("net", "backend"), PAIRS)
 def test_files_of_all_backends(net: str, backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, x = NETS[net]

@@ -17,6 +17,7 @@ SLOW = [name for name in VERBS if name.startswith("llm")]
 MARKED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VERBS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("error", ["ENOSPC", "memory"])
 @pytest.mark.parametrize("name", MARKED)
 def test_a_fault_at_every_step(name: str, error: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def check(choices: Choices, name: str) -> None:
         pytest.fail(f"{name}: {verdict.outcome}: {verdict.details}\n{smallest.source()}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("start", first_fast(range(0, 60, 8)))
 def test_program_of_a_seed(start: int, name: str) -> None:
@@ -30,6 +31,7 @@ def test_program_of_a_seed(start: int, name: str) -> None:
 
 
 # Statements are left out of a failing program faster than hypothesis shrinks it.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(data=st.data())

@@ -187,6 +187,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERS)
 @torch.no_grad()
 def test_other_settings_of_what_no_graph_calls_are_an_error(name: str, tmp_path: Path) -> None:

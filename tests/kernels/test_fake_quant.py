@@ -68,6 +68,7 @@ def test_forward_is_that_of_plain_torch(
         assert_same(found, plain.fake_quantize(x, scale, zero_point, *numbers))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("gradient", ["ste", "lsq", "pact"])
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
@@ -107,6 +108,7 @@ def test_gradients_of_a_relu_in_front(
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
 def test_many_tiles_for_a_program_and_the_counter_is_left_at_zero(

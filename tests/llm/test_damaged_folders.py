@@ -27,6 +27,7 @@ def model_folder(tmp_path: Path, dtype: torch.dtype = torch.float16, **changes: 
     return with_tokenizer(saved(tiny_model(**changes), tmp_path / "model", dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [

@@ -59,6 +59,7 @@ def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | No
     ("llama", {}), ("llama", {"symmetric": False, "group_size": 64}), ("llama", {"bits": 8, "dtype": torch.bfloat16}),
     ("qwen2", {"bits": 3, "group_size": 0}), ("mistral", {}), ("qwen3", {}), ("phi3", {}),
 ], ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3", "phi3"])  # fmt: skip
+@pytest.mark.sample(3)
 def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     source = packed_folder(tmp_path, model_type, **options)
     made = convert(source, tmp_path / "model.gguf", "gguf")
@@ -85,6 +86,7 @@ def test_biases_of_a_llama(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert {f"blk.0.{name}.bias" for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")} <= found.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own-output", "tied"])
 def test_a_float_model_as_a_mix(is_tied: bool, tmp_path: Path) -> None:
     made = convert(wide_folder(tmp_path, tie_word_embeddings=is_tied), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
@@ -102,6 +104,7 @@ def test_a_float_model_as_a_mix(is_tied: bool, tmp_path: Path) -> None:
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
@@ -128,6 +131,7 @@ def expert_folder(tmp_path: Path, **changes: Any) -> Path:
     return with_bpe(saved(model, tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_experts_become_one_tensor_and_their_router_stays(tmp_path: Path) -> None:
     made = convert(expert_folder(tmp_path), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
     assert made.check is not None and made.check.difference <= 1e-3
@@ -146,6 +150,7 @@ def float_folder(tmp_path: Path, model_type: str, **changes: Any) -> Path:
     return with_bpe(saved(model, tmp_path / "model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "types"),
     [

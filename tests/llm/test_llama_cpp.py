@@ -81,6 +81,7 @@ def assert_probable(file: Path, model: Any, *, limit: float, prompts: list[list[
         assert math.isclose(float(expected.max()), max(found.values()), abs_tol=limit)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model_type", "options", "changes"),
     [

@@ -109,6 +109,7 @@ def test_every_change_is_made() -> None:
     assert sorted(made) == sorted(CHANGES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "changes", "backend"), CASES, ids=lambda value: value if isinstance(value, str) else ", ".join(value)
 )
@@ -123,6 +124,7 @@ def test_changes_are_noticed(way: str, changes: tuple[str, ...], backend: str) -
         assert_steps_alike(compiled, qmodel, plain)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_found_again() -> None:
     qmodel = ready("lsq")
     plain, (x, labels) = copy.deepcopy(qmodel), data()
@@ -173,6 +175,7 @@ def count_guards(node: Any) -> int:
     return len(node.get_leaf_guards()) + sum(map(count_guards, children))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lsq", "fixed"])
 def test_a_layer_adds_few_guards(way: str) -> None:
     """A compiled model checks them all before every call: a switch that a forward reads counts three times a layer, and

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:.*is obeyed, against the onnxruntime profile")
 @pytest.mark.parametrize(("name", "scheme", "backend"), CASES)
 def test_runtimes_compute_what_was_simulated(name: str, scheme: str, backend: str, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class OwnWeight(nn.Module):
 both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
 
 
+@pytest.mark.sample(2)
 @both
 @pytest.mark.parametrize(
     "name", first_fast(listed("source | graph | _graph | self | code | user_graph | inputs | _source"), 4)
@@ -185,6 +186,7 @@ def test_a_model_that_would_exit_in_a_trace(with_example: bool) -> None:
     assert_faithful(Chain(Exits()), torch.randn(4, 8), with_example=with_example)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("norm", [True, False])
@@ -466,6 +468,7 @@ NEW_NUMBERS: dict[str, Callable[[], float]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", NEW_NUMBERS)
 def test_numbers_that_are_new_at_every_call_are_no_constants(kind: str) -> None:
     draw = NEW_NUMBERS[kind]

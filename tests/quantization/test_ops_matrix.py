@@ -212,6 +212,7 @@ def cases() -> Iterator[Case]:
             yield Case(call, kind, lambda m, x, f=compute: f(m.w, x), (shape,), weight=weight)
 
 
+@pytest.mark.sample(71)
 @pytest.mark.parametrize("case", [*cases()], ids=lambda case: case.id)
 @torch.no_grad()
 def test_op(case: Case) -> None:

@@ -221,6 +221,7 @@ class TestInferenceMode:
             AFTERWARDS[name](qmodel, data)
         train(qmodel)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("effort", ["good", "best"])
     def test_efforts(self, effort: Any) -> None:
         with torch.inference_mode():

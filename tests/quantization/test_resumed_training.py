@@ -48,6 +48,7 @@ class Session:
         torch.set_rng_state(state["rng"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("by", ["state_dict", "folder"])
 @pytest.mark.parametrize("way", PART)
 def test_two_and_two_steps_are_four(way: str, by: str, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_a_state_dict_of_an_older_version_leaves_the_switches_alone() -> None:
 
 
 class TestAverages:
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize("average", ["ema", "mean"])
     @pytest.mark.parametrize("way", WAYS)
     def test_numbers_are_averaged_and_switches_stay(self, way: str, average: str, tmp_path: Path) -> None:

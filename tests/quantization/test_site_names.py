@@ -70,6 +70,7 @@ def switched_off(model: nn.Module, glob: str) -> list[str]:
 
 
 class TestGlobs:
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize("glob", ["*norm", "*norm*", "*.layer_norm"])
     def test_every_norm_that_is_a_function(self, glob: str, depth: int) -> None:

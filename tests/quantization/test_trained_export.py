@@ -43,6 +43,7 @@ def kinds(qmodel: QuantModel) -> dict[str, str]:
     pytest.param(True, "virtual", marks=pytest.mark.slow), (True, "onnxruntime"), (False, "virtual"),
     pytest.param(False, "onnxruntime", marks=pytest.mark.slow),
 ], ids=lambda value: {True: "folded before", False: "folded after"}.get(value, value))  # fmt: skip
+@pytest.mark.slow
 def test_all_types_in_one_model(backend: str, folds: bool, tmp_path: Path) -> None:
     schedule = {"SCHEDULE.FUSE_BN": folds} if folds or backend == "virtual" else {"SCHEDULE.BN_TUNING": True}
     qmodel = ready("fixed", {**MIXED, **schedule}, bits=8, backend=backend)
@@ -57,6 +58,7 @@ def test_all_types_in_one_model(backend: str, folds: bool, tmp_path: Path) -> No
     assert untrained is None or not torch.allclose(outputs, untrained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", SOME_WAYS)
 def test_norms_trained_and_folded_at_the_end(way: str, tmp_path: Path) -> None:
     qmodel = train(ready(way, {"SCHEDULE.BN_TUNING": True}, bits=8, backend="onnxruntime"), 4)

@@ -77,6 +77,7 @@ def test_compile_sees_one_graph(way: str) -> None:
     assert_alike(qmodel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compile_notices_freezing() -> None:
     qmodel = ready("following")
@@ -146,6 +147,7 @@ class Staged(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_checkpoints_its_stages(way: str) -> None:
     config, follow = WAYS[way]

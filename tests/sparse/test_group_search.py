@@ -16,6 +16,7 @@ from sparsebit.sparse.shrinking.surgery import apply_plan
 from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_units_can_be_removed(name: str) -> None:
     build, num_units = PRUNABLE[name]

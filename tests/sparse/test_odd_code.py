@@ -199,6 +199,7 @@ ODD: tuple[type[nn.Module], ...] = (
 )
 
 
+@pytest.mark.sample(5)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ODD, ids=lambda kind: kind.__name__)
 def test_nothing_changes_silently(kind: type[nn.Module]) -> None:

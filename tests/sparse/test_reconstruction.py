@@ -50,6 +50,7 @@ def correlated(count: int) -> list[Tensor]:
     return [3 * batch for batch in found]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [Chain, Residual, Concat, Depthwise, Branching])
 @pytest.mark.parametrize("config", [structured(), unstructured(), unstructured(GRANULARITY="2:4", RATIO=0.5)])
 def test_the_outputs_come_nearer_on_other_data(kind: type[nn.Module], config: dict[str, object]) -> None:
@@ -94,6 +95,7 @@ class Tokens(nn.Module):
         return self.down(self.up(x).relu()).view(*tokens.shape, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_flat", [False, True], ids=["in rows", "flat"])
 def test_padded_tokens_do_not_count(is_flat: bool) -> None:
     torch.manual_seed(0)

@@ -81,6 +81,7 @@ def test_blocks() -> None:
     assert set(blocks.unique().tolist()) == {0, 4}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("strategy", sorted(CRITERIA))
 @pytest.mark.parametrize("kind", ["structured", "unstructured"])
 def test_every_criterion(strategy: str, kind: str) -> None:
@@ -191,6 +192,7 @@ def test_rewinding_keeps_the_masks() -> None:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [Chain, Residual, Concat, Depthwise])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_a_shrunk_model_is_the_masked_one(kind: type[nn.Module], scope: str, tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from tests.stateful.quantized import QuantizedLife
 from tests.stateful.running import failure_of, run_lives
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_quantized(name: str) -> None:
     run_lives("quantized", 3, 0, names=(name,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "tied"])
 def test_pruned(name: str) -> None:
     run_lives("pruned", 3, 0, names=(name,))

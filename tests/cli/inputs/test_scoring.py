@@ -48,6 +48,7 @@ def npz(name: str, **arrays: Any) -> None:
     numpy.savez(name, **{"x": x.numpy(), "labels": labels.numpy(), **arrays})
 
 
+@pytest.mark.slow
 def test_quantize_export_and_check(sparsebit: Sparsebit, labelled: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

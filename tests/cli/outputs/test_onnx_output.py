@@ -63,6 +63,7 @@ def test_file_and_folder(sparsebit: Sparsebit, project: Path) -> None:
     assert torch.equal(torch.from_numpy(session.run({"x": x.numpy()})[0]), qmodel(x)) and hidden(project) == []
 
 
+@pytest.mark.slow
 def test_options_and_json(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(
         *(*COMMAND, "--json", "-o", "net.onnx", "--dynamic-batch", "--input-names", "pixels", "--opset", 22),
@@ -92,6 +93,7 @@ def test_batch_of_one_can_be_dynamic(sparsebit: Sparsebit, project: Path) -> Non
     sys.modules.pop("one", None)
 
 
+@pytest.mark.slow
 @pytest.mark.exact_sums
 def test_openvino(sparsebit: Sparsebit, project: Path) -> None:
     pytest.importorskip("openvino")

@@ -46,6 +46,7 @@ def test_json(sparsebit: Sparsebit) -> None:
     assert file["ratio"] > 0 and file["latency"]["quantized"]["num_rounds"] > 0 and "integers" in file["verdict"]
 
 
+@pytest.mark.slow
 def test_table(sparsebit: Sparsebit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "train", lambda *_, **__: digits.DigitNet().eval())
     monkeypatch.setattr(demo, "_TIMED_S", 0.1)

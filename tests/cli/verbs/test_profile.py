@@ -43,6 +43,7 @@ def test_saved_model_brings_its_own_weights(sparsebit: Sparsebit, project: Path)
     assert answer.json["backend"] == "onnxruntime"
 
 
+@pytest.mark.slow
 def test_it_says_what_errors_are_counted_from(sparsebit: Sparsebit, project: Path) -> None:
     config = "{DEVICE: cpu, BACKEND: virtual, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}, ALGORITHMS: [gptq]}"
     Path("w3.yaml").write_text(config)
@@ -178,6 +179,7 @@ class TestGains:
         assert answer.code == 0, answer.err
         assert answer.json["gains"]["metric"] == "own_project:score" and answer.json["gains"]["quantized_score"] <= 0
 
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize(
         ("options", "told"),
         [

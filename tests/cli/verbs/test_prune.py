@@ -19,6 +19,7 @@ MODEL = ("prune", "--model", "own_project:Net", "--device", "cpu", "-o", "small"
 DATA = ("--data", "own_project:batches")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("how", [("--ratio", "0.5"), ("--ratio", "0.5", *DATA), ("--budget", "macs=0.6", *DATA)])
 def test_the_folder_rebuilds_from_the_original_class(sparsebit: Sparsebit, project: Path, how: tuple[str, ...]) -> None:
@@ -36,6 +37,7 @@ def test_the_folder_rebuilds_from_the_original_class(sparsebit: Sparsebit, proje
         assert told["round_to"] == 16 and "multiples of 16 where they were, which kernels like" in answer.err
 
 
+@pytest.mark.slow
 def test_a_budget_of_latency_is_measured(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("scipy", "onnxruntime"):
         pytest.importorskip(package)
@@ -54,6 +56,7 @@ def test_a_table_is_shown(sparsebit: Sparsebit, project: Path) -> None:
     assert all(word in answer.out for word in ("MACs", "parameters", "bytes", "time", "removed", "saved"))
 
 
+@pytest.mark.slow
 def test_the_time_of_both_models_is_measured(sparsebit: Sparsebit, project: Path) -> None:
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package)
@@ -73,6 +76,7 @@ def test_the_next_command_repeats_the_model_and_the_data(sparsebit: Sparsebit, p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untimed")
 def test_prune_quantize_check(sparsebit: Sparsebit, project: Path) -> None:
     pytest.importorskip("onnxruntime")

@@ -59,6 +59,7 @@ def test_the_smallest_that_keeps_the_loss(source: Path, tmp_path: Path) -> None:
         assert torch.equal(load(found.file)(ids).logits, found.model(ids).logits)
 
 
+@pytest.mark.slow
 def test_a_loss_that_nothing_keeps(source: Path, tmp_path: Path) -> None:
     found = compressed(source, tmp_path / "run", metric="kl", max_loss=1e-9)
     assert not found.met and found.file is not None
@@ -78,6 +79,7 @@ def test_a_file_of_llama_cpp(source: Path, tmp_path: Path) -> None:
     assert found.steps[0].cost is not None and found.steps[0].cost.num_bytes == found.file.stat().st_size
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(source: Path, tmp_path: Path) -> None:
     def stop(ladder: Any) -> None:
         if len(ladder.steps) == 1 and not ladder.finished:

@@ -89,6 +89,7 @@ def test_a_loose_budget_takes_nothing_away(net: Net, batches: list[Tensor]) -> N
     assert set(found.ratios.values()) == {0.0} and set(found.bits.values()) == {8}
 
 
+@pytest.mark.slow
 def test_spared_layers_keep_their_channels_and_what_cannot_be_is_refused(net: Net, batches: list[Tensor]) -> None:
     spared = {**STRUCTURED, "SPARSER": {"TYPE": "structured", "SPARE": ["stem"]}}
     found = choose_channels_and_bits(
@@ -104,6 +105,7 @@ def test_spared_layers_keep_their_channels_and_what_cannot_be_is_refused(net: Ne
         choose_channels_and_bits(net, batches, {"bytes": 100})
 
 
+@pytest.mark.slow
 def test_the_file_is_smaller_in_integers_and_passes_the_parity_gate(
     net: Net, batches: list[Tensor], tmp_path: Path
 ) -> None:

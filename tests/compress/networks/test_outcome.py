@@ -94,6 +94,7 @@ class Named(Patterns):
         return {"logits": found, "labels": found.argmax(1)}
 
 
+@pytest.mark.slow
 def test_the_training_script_of_a_model_that_returns_a_mapping(tmp_path: Path) -> None:
     net = Named()
     net.load_state_dict(trained().state_dict())

@@ -68,6 +68,7 @@ def bits(weights: int, activations: int) -> dict[str, Any]:
     return {"W.QUANTIZER.BIT": weights, "A.QUANTIZER.BIT": activations}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", NETS)
 def test_biases_beyond_int32_at_16_bits(kind: str, tmp_path: Path) -> None:
     assert exported(kind, tmp_path, bias=10, changes=bits(16, 16)) > 80

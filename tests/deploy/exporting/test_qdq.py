@@ -65,6 +65,7 @@ def activations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return ladder("A", request.param, tmp_path_factory.mktemp("activations"), **{"A.OBSERVER.LAYOUT": "NLC"})
 
 
+@pytest.mark.sample(2)
 def test_weights_of_every_width_are_what_was_simulated(weights: Exported) -> None:
     found = differences(weights.qmodel, weights.file, weights.x)
     assert len(found) == 16

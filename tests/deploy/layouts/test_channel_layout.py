@@ -140,6 +140,7 @@ net(
 net("few channels stay", relu_conv(4, 8), relu_conv(8, 8, 3, 8), nn.Conv2d(8, 8, 1), **{"1_0": (8, 1, 3, 3)})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NETS)
 def test_the_codes_stay_and_the_shapes_fit_the_kernels(name: str, tmp_path: Path) -> None:
     model, expected = NETS[name]
@@ -193,6 +194,7 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(y) * self.factors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_fast(["joined", "shuffled", "given out", "summed", "normed", "factors"], 3))
 def test_channels_that_something_counts_are_left_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -225,6 +227,7 @@ def test_a_float_depthwise_layer_is_left_alone(tmp_path: Path) -> None:
     assert shapes(first)["0.0"] == (20, 4, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt", "virtual"])
 def test_files_for_other_runtimes_are_as_they_were(backend: str, tmp_path: Path) -> None:
     model, _ = NETS["depthwise"]
@@ -287,6 +290,7 @@ def random_net(draw: random.Random) -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(channels, 4, 1)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_fast(range(60)))
 def test_random_networks_compute_the_same(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)

@@ -45,6 +45,7 @@ MIDDLES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MIDDLES)
 def test_a_layer_that_is_switched_off_stays_float(kind: str, tmp_path: Path) -> None:
     middle, between = MIDDLES[kind]
@@ -182,6 +183,7 @@ def quantized_unet(seed: int) -> tuple[QuantModel, Tensor]:
     return calibrated(model, [images], qconfig(backend="onnxruntime")), images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_fast(range(6), 2))
 def test_random_unets_are_bit_exact(seed: int, tmp_path: Path) -> None:
     qmodel, images = quantized_unet(seed)
@@ -239,6 +241,7 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", OPS)
 def test_an_op_that_is_simulated_in_float_has_no_integer_kernel(kind: str, tmp_path: Path) -> None:
     op, kernel = OPS[kind]

@@ -121,6 +121,7 @@ def weight_only(bits: int, scheme: str, group: int, backend: str) -> Any:
     return qconfig(changes, backend=backend)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("bits", "scheme", "group", "width", "num_dims"),
     [

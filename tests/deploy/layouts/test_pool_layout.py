@@ -27,6 +27,7 @@ class Pooled(nn.Module):
     nn.AdaptiveAvgPool2d(1), lambda x: x.mean((2, 3), keepdim=True), lambda x: x.mean((2, 3)),
     lambda x: x.mean((-1, -2)),
 ], ids=["module", "kept", "dropped", "from_behind"])  # fmt: skip
+@pytest.mark.sample(2)
 def test_a_global_average_pool_runs_in_integers(
     pool: Callable[[Tensor], Tensor], dynamic: dict[str, dict[int, str]] | None, tmp_path: Path
 ) -> None:

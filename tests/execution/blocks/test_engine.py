@@ -504,5 +504,6 @@ print("rank", rank, "agrees")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one_process(tmp_path: Path) -> None:
     assert_two_ranks_agree(tmp_path, RANKS, str(tmp_path / "kept"))

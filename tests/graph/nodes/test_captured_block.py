@@ -69,6 +69,7 @@ def quantized(model: nn.Module) -> QuantModel:
     return calibrated(model, [torch.randn(4, 8)], "onnxruntime", example_inputs=torch.randn(4, 8))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("path", ["layer1", "layers", "layers.0", "layers.0.1"])
 def test_a_hook_on_a_captured_block_is_refused(method: str, path: str) -> None:
@@ -91,6 +92,7 @@ def test_copies_refuse_too() -> None:
         block.register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("method", METHODS[:4])
 @pytest.mark.parametrize("block", [lambda net: net.layer1, lambda net: net.layers[0], lambda net: net.layers[1]])
 def test_a_hook_on_a_block_inside_a_region_is_refused_at_the_next_call(method: str, block: Any) -> None:

@@ -42,6 +42,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(31)
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain-norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])

@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("make", [Net, Around])
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()

@@ -126,6 +126,7 @@ def captured(model: nn.Module, x: Tensor, with_example: bool) -> Captured:
     return capture(model, example=((x,), {}) if with_example else None)
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("name", UNKEEPABLE)
 def test_the_module_keeps_its_own_code(name: str, with_example: bool) -> None:

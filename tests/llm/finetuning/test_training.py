@@ -43,6 +43,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", first_fast([3, 4, 2, 8], 2))
 def test_it_learns_and_is_loaded_again(bits: int, tmp_path: Path) -> None:
     model, data = packed_model(tmp_path, bits), instructions(tmp_path)

@@ -248,6 +248,7 @@ def test_a_copy_and_a_loaded_state_have_their_own_weights(calls: list[int]) -> N
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.slow
 def test_compiled(calls: list[int]) -> None:
     model = packed_model()
     expected = logits(model)

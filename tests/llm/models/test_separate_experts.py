@@ -62,6 +62,7 @@ def test_experts_read_their_own_tokens(model_type: str, tmp_path: Path) -> None:
         torch.testing.assert_close(moments.hessian()[0], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_end_to_end(model_type: str, tmp_path: Path) -> None:
     source = source_of(small(model_type), tmp_path)

@@ -30,6 +30,7 @@ def inputs_of(model: Any, path: str) -> Tensor:
     return torch.cat(taken)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"mixtral", "qwen3_moe"}))
 @pytest.mark.parametrize("has_row", [True, False], ids=["row", "walked"])
 def test_every_layer_reads_what_it_reads_in_the_model(model_type: str, has_row: bool, tmp_path: Path) -> None:

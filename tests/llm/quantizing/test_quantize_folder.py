@@ -109,6 +109,7 @@ def test_a_float_folder_is_loaded_as_it_is(source: Path) -> None:
     assert torch.equal(logits(load(source)), logits(loaded(source)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 1 << 30], ids=["on-disk", "in-memory"])
 def test_the_budget_does_not_change_the_result(source: Path, budget: int) -> None:
     usual = quantize(source, source.parent / "usual", GPTQ, calibration(source), check=False)
@@ -116,6 +117,7 @@ def test_the_budget_does_not_change_the_result(source: Path, budget: int) -> Non
     assert contents(usual.folder) == contents(other.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_blocks_may_compute_in_half_types(source: Path, dtype: torch.dtype) -> None:
     plenty = replace(calibration(source), num_samples=120)
@@ -164,6 +166,7 @@ class TestInterruption:
         whole = quantize(source, source.parent / "whole", GPTQ, calibration(source), check=False)
         assert again.num_resumed == 3 and contents(again.folder) == contents(whole.folder)
 
+    @pytest.mark.slow
     def test_mixed_bits_continue_with_the_same_bytes(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("scipy")
         mixed = Recipe(method="rtn", candidate_bits=(2, 4), average_bits=3.0, group_size=32)

@@ -20,6 +20,7 @@ def packed(tmp_path: Path, kind: str = "llama", bits: int = 4, blocks: int = 4) 
     return quantize(folder, tmp_path / "packed", recipe, check=False).folder
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi", "gemma3_text", "opt"])
 def test_equal_logits_and_two_blocks_in_memory(kind: str, tmp_path: Path) -> None:
     folder = packed(tmp_path, kind)

@@ -94,6 +94,7 @@ def test_nearest_is_the_reference() -> None:
     replace(PLAIN, sweeps=3), replace(PLAIN, scale_search="nearest", num_candidates=5),
     Rounding(scale_search="gptq", num_candidates=5),
 ], ids=["plain", "default", "act-order", "refit", "sweeps", "nearest search", "gptq search"])  # fmt: skip
+@pytest.mark.sample(33)
 def test_never_worse_than_round_to_nearest(granularity: str, symmetric: bool, samples: int, rounding: Rounding) -> None:
     for seed, bits in ((0, 2), (10, 4)):
         W, H = problem(5, 12, samples, seed=seed)

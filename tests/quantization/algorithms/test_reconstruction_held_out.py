@@ -53,6 +53,7 @@ def learned(data: list[Tensor], **options: Any) -> tuple[QuantModel, dict[str, B
     return qmodel, reconstruct(qmodel, data, method="autoround", steps=60, batch_size=16, **{"lr": 0.05, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["layers", "network"])
 def test_what_fits_a_few_samples_alone_is_put_back(blocks: str, caplog: pytest.LogCaptureFixture) -> None:
     data = [inputs(32)]

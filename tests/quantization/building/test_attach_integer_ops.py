@@ -240,6 +240,7 @@ class FactorOfTheBias(Functional):
         return torch.addmm(self.bias, x.mean((2, 3)), self.matrix, beta=0.5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind",
     [ComputedKernel, NamedMatrix, TransposedMatrix, KernelOfTheInput, MatrixOfTheInput, WithoutBias],

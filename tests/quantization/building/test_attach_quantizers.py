@@ -261,6 +261,7 @@ class WritesBehindForward(nn.Module):
     lambda x: x.split(2, 2), lambda x: x.chunk(2, 2), lambda x: x.tensor_split(2, 2), lambda x: x.hsplit(2),
     lambda x: x.unbind(1),
 ], ids=["split", "chunk", "tensor_split", "hsplit", "unbind"])  # fmt: skip
+@pytest.mark.sample(18)
 def test_own_code_may_write_into_what_a_layers_forward_has_read(split: Any, write: Any, is_packed: bool | None) -> None:
     model, x = WritesBehindForward(split, write).train(), torch.randn(3, 2, 4, 4)
     qmodel = calibrated(model, [2 * x], qconfig(bits=16)).train()

@@ -166,6 +166,7 @@ def test_a_write_that_autograd_does_not_see_is_told(write: Callable[[Tensor], Te
     assert ("writes through .data" in notes) == is_told
 
 
+@pytest.mark.slow
 def test_a_cache_of_generated_tokens_is_named_with_what_to_do() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -111,6 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "bits"), [*((name, 8) for name in MODELS), ("convolutions", 5), ("linears", 5)], ids=str
 )
@@ -127,6 +128,7 @@ def test_every_layer_computes_what_was_simulated(name: str, bits: int, tmp_path:
     onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["convolutions", "computed", "linears", "hugging_face", "residual"])
 @pytest.mark.exact_sums
 def test_onnxruntime_computes_what_was_simulated_bit_by_bit(name: str, tmp_path: Path) -> None:

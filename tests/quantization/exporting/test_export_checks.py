@@ -113,6 +113,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.exact_sums
 def test_a_good_file_passes(made: Made) -> None:
     parity = made.qmodel.check_onnx(made.file, [X])

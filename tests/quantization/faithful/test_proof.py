@@ -63,6 +63,7 @@ class Net(nn.Module):
         return self.block(x) + self.a(x).mean()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("occasion", ["example", "calibration", "one call"])
 def test_a_module_whose_graph_differs_runs_its_own_code(kind: str, occasion: str) -> None:

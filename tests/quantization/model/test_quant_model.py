@@ -186,6 +186,7 @@ class TestCopies:
 
 
 class TestCompilers:
+    @pytest.mark.sample(2)
     def test_compile(self, example: tuple[QuantModel, Tensor]) -> None:
         qmodel, x = example
         torch._dynamo.reset()

@@ -140,6 +140,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], list[tuple[Any
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()

@@ -32,6 +32,7 @@ DATA = {
 }
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("target", ["weight", "activation"])
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])

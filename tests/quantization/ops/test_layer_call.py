@@ -77,6 +77,7 @@ class Alone(nn.Module):
         return y * 1.0
 
 
+@pytest.mark.sample(10)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("change", COMPUTED, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("place", range(len(LAYERS)), ids=["linear", "conv", "conv_transpose", "embedding"])

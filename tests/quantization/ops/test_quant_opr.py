@@ -224,6 +224,7 @@ class TestWeightedLayers:
         torch.testing.assert_close(qmodel(x), model(x), atol=0.05, rtol=0.05)
         assert any(quantizer.target == "weight" and quantizer.is_enable for quantizer in qmodel.quantizers())
 
+    @pytest.mark.sample(5)
     @pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.set_grad_enabled(False)], ids=["no_grad", "set"])
     @pytest.mark.parametrize("part", ["layer", "block", "function"])
     @pytest.mark.parametrize("is_accelerated", [False, True])

@@ -66,6 +66,7 @@ def built(name: str, seed: int = 0, backend: str = "onnxruntime") -> tuple[Quant
     return calibrated(kind().eval(), batches, qconfig(backend=backend)), torch.randn(shape)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.exact_sums
 def test_the_file_is_bit_exact(name: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ CODES: dict[str, Code] = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
 @pytest.mark.parametrize("name", CODES)
 def test_quiet_rows_stay_finite(name: str, backend: str) -> None:

@@ -151,6 +151,7 @@ def hidden_pairs() -> Tensor:
     return torch.ones(4, 4, dtype=torch.bool).triu(1)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(("adds", "asym"), [(False, False), (True, True)], ids=["", "adds, asym"])
 @pytest.mark.parametrize("name", HIDE)
 def test_what_is_hidden_stays_hidden(name: str, asym: bool, adds: bool) -> None:

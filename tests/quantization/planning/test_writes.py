@@ -268,6 +268,7 @@ def forget(model: nn.Module, qmodel: QuantModel) -> None:
 ADDS = {"A.QADD.ENABLE_QUANT": True}
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("kind", [Program, Branching])
 @pytest.mark.parametrize("code", PROGRAMS, ids=lambda code: code.__name__)
 def test_readers_see_what_they_see_in_eager_mode(code: Code, kind: type[Program]) -> None:
@@ -284,6 +285,7 @@ def test_readers_see_what_they_see_in_eager_mode(code: Code, kind: type[Program]
             torch.testing.assert_close(given, expected_input, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
 @pytest.mark.parametrize("code", PROGRAMS, ids=lambda code: code.__name__)
 def test_readers_see_the_same_on_a_runtime(code: Code, backend: str) -> None:
@@ -297,6 +299,7 @@ def test_readers_see_the_same_on_a_runtime(code: Code, backend: str) -> None:
     assert error < 0.06
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("code", PROGRAMS, ids=lambda code: code.__name__)
 def test_layer_by_layer_calibration_sees_the_same(code: Code) -> None:
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def data() -> tuple[Tensor, Tensor]:
     return x, labels
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("weight", "activation"), COMBINATIONS)
 def test_training(weight: str, activation: str) -> None:
     x, labels = data()

@@ -80,6 +80,7 @@ def step(qmodel: QuantModel, x: Tensor) -> dict[str, Tensor | None]:
     return {"output": output.detach(), "x": x.grad} | {name: p.grad for name, p in qmodel.named_parameters()}
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5),
@@ -165,6 +166,7 @@ def test_a_module_that_is_replaced_while_it_trains() -> None:
     torch.testing.assert_close(found, qmodel(images()))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("left_out", [field.name for field in fields(Savings)])
 def test_each_saving_can_be_left_out(left_out: str) -> None:
     qmodel = trained(["conv", "relu", "gelu", "conv", "selects"])

@@ -109,6 +109,7 @@ def test_a_scale_below_zero_and_images_without_bounds(monkeypatch: pytest.Monkey
     assert_close(step(qmodel, images), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("free_channels")
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_for_batches_of_every_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

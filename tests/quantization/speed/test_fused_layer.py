@@ -77,6 +77,7 @@ def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
         assert value is None or (other is not None and torch.equal(value, other)), name
 
 
+@pytest.mark.sample(21)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packs", [True, False], ids=["computed again", "kept"])

@@ -87,6 +87,7 @@ def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
         assert grad is None or (other is not None and torch.equal(grad, other)), name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("pack", [everything, quantized_copies])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def smodel_of(model: nn.Module, example: object = None, **sparser: object) -> Sp
     return SparseModel(model, config, images() if example is None else example).eval()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [Chain, Residual, Depthwise])
 @pytest.mark.parametrize("budgets", [{"macs": 0.6}, {"bytes": 0.6}, {"macs": 0.7, "bytes": 0.6}])
 def test_the_smaller_model_keeps_the_budgets(kind: type[nn.Module], budgets: dict[str, float]) -> None:

@@ -53,6 +53,7 @@ class Net(nn.Module):
         return self.way(self.b(torch.relu(self.a(x))))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", WAYS)
 def test_returned_channels_stay(name: str) -> None:
     found = find_groups(Net(WAYS[name]).eval(), torch.randn(2, 4))

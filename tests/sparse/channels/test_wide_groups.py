@@ -24,6 +24,7 @@ def pruned(model: nn.Module, batch: torch.Tensor) -> tuple[SparseModel, nn.Modul
     return smodel, smodel.shrink()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WIDE)
 def test_layers_lose_channels_that_activations_keep(name: str, tmp_path: Path) -> None:
     build, words = WIDE[name]

@@ -375,6 +375,7 @@ def pruned(model: nn.Module, found: ChannelGroups, seed: int) -> tuple[nn.Module
     return masked, small
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", OTHER)
 def test_the_smaller_model_equals_the_masked_one_on_the_other_path(name: str) -> None:
     kind, run = OTHER[name]

@@ -84,6 +84,7 @@ SWITCHED: dict[str, tuple[type[Net], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SWITCHED)
 def test_the_smaller_model_equals_the_masked_one_for_another_argument(name: str) -> None:
     kind, switch = SWITCHED[name]

@@ -182,6 +182,7 @@ def test_a_shrunk_model_is_the_masked_one(kind: Any, batch: Tensor, removed: int
     small.train()(batch).sum().backward()
 
 
+@pytest.mark.slow
 def test_layers_of_bert_become_their_norms(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     options = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -222,6 +223,7 @@ def test_the_least_important_go_first_and_names_are_respected() -> None:
     assert smodel.removed_blocks() == ["two.1"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["l2norm", "slimming", "taylor", "wanda", "random"])
 def test_criteria_judge_blocks(strategy: str) -> None:
     smodel = SparseModel(ResNet(), config(STRATEGY=strategy), images())
@@ -256,6 +258,7 @@ def test_masks_of_blocks_are_in_the_state() -> None:
     assert other.removed_blocks() == smodel.removed_blocks()
 
 
+@pytest.mark.slow
 def test_reconstruction_takes_up_what_blocks_gave() -> None:
     torch.manual_seed(1)
     dense = ResNet().eval()

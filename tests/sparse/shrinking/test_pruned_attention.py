@@ -52,6 +52,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_go_in_every_form(form: str) -> None:
     options, call, kind = FORMS[form]

@@ -134,6 +134,7 @@ def test_states_have_versions(tmp_path: Path) -> None:
         load(folder, Versioned())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -36,6 +36,7 @@ def calibrated() -> QuantModel:
     return tiny.calibrated(float_model(), DATA, tiny.qconfig(bits=3), example_inputs=DATA[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", CHANGING)
 @pytest.mark.parametrize("scaling", SCALING)
 def test_it_starts_from_the_float_model_after_other_algorithms(

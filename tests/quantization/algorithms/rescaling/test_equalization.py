@@ -96,6 +96,7 @@ def test_a_clip_keeps_what_it_clips(batches):
     assert float_difference(qmodel, model, batches) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_fast(range(8), 3))
 def test_random_nets_compute_the_same(seed):
     """Widths, groups, activations, pools and residuals in any order."""

@@ -76,6 +76,7 @@ def float_difference(qmodel, model, batches):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
 @pytest.mark.parametrize("alpha", [None, 0.5], ids=["searched", "fixed"])
 def test_norms_take_the_scale_of_all_that_read_them(batches, norm, alpha):
@@ -99,6 +100,7 @@ def test_what_cannot_be_folded_is_told_and_left(batches):
     assert not any("smoothing" in name for name, _ in qmodel.model.named_modules())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_folded_is_inserted_on_request(batches, tmp_path):
     model = net(is_first=False)
     qmodel = sparsebit.quantize(model, batches, ORT)
@@ -226,6 +228,7 @@ def test_images_without_a_batch_axis():
     assert float_difference(qmodel, model, images) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_inserted_factors_keep_half_precision(batches, dtype):
     model, data = net(is_first=False).to(dtype), [x.to(dtype) for x in batches]

@@ -39,6 +39,7 @@ def trained() -> Residual:
 
 
 class TestConfig:
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "openvino", "tensorrt"])
     def test_norms_are_kept_until_then(self, batches: list[Tensor], backend: str) -> None:
         config = qconfig(TUNING, backend=backend)

@@ -100,6 +100,7 @@ def test_every_layer_and_scheme(scheme: str) -> None:
     {"keep_variance": True}, {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
     {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
 ], ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()))  # fmt: skip
+@pytest.mark.sample(4)
 def test_every_option_works_alone(options: dict[str, Any]) -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data)
@@ -196,6 +197,7 @@ def test_two_runs_have_equal_bits_and_survive_saving(tmp_path: Path) -> None:
         assert torch.equal(again(data[0]), qmodel(data[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", ["stem", "grouped", "head"])
 def test_a_killed_run_goes_on_with_equal_bits(stop_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsebit.quantization.algorithms.rounding import gptq as module

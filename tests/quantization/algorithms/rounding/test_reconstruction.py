@@ -90,6 +90,7 @@ def check_weights_hold_their_values(qmodel: QuantModel) -> None:
         assert "forward" not in layer.input_quantizer.__dict__
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_makes_the_blocks_better(method: Method) -> None:
     model, data = float_model(), batches()
@@ -109,6 +110,7 @@ def test_every_method_makes_the_blocks_better(method: Method) -> None:
 SCHEMES = ["per-group-symmetric", "per-channel-symmetric", "per-channel-affine", "per-tensor-affine"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "scheme"),
     [*(("brecq", scheme) for scheme in SCHEMES), *first_fast(("autoround", scheme) for scheme in SCHEMES)],
@@ -226,6 +228,7 @@ def test_nothing_to_learn_is_nothing_done() -> None:
     assert reconstruct(calibrated(model, data, config), data, method="autoround", **QUICK) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["qdrop", "brecq", "distill"])
 def test_two_runs_have_equal_bits_and_survive_saving(method: Method, tmp_path: Path) -> None:
     data = batches()
@@ -310,6 +313,7 @@ def test_a_killed_run_goes_on_and_ends_with_equal_bits(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "bits", "activations"), [("onnxruntime", 8, {"BIT": 8}), ("virtual", 4, {"BIT": 4})]
 )
