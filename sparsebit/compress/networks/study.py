@@ -12,6 +12,7 @@ from torch import nn
 
 from sparsebit.backends import BACKENDS
 from sparsebit.compress.judging.metrics import noise
+from sparsebit.compress.judging.samples import pieces_of
 from sparsebit.compress.networks.bench import Bench
 from sparsebit.compress.networks.joint_search import JointChoice, choose_channels_and_bits
 from sparsebit.compress.networks.recipe import DEVICE, Recipe
@@ -26,7 +27,7 @@ from sparsebit.records.ladder import LadderStep
 from sparsebit.sparse.sparse_model import SparseModel
 
 _CHANNELS = f"{{DEVICE: {DEVICE}, SPARSER: {{TYPE: structured}}}}"
-_NUM_WORST = 8
+_NUM_WORST, _FEW_SAMPLES = 8, 8
 # Passes of one step, each as many operations as a forward; and what two ordinary cores do in a second.
 _TEACHER_PASSES, _STUDENT_PASSES, _OPERATIONS_PER_S = 1, 3, 4e10
 _LEARNING_SHARE, _MOST_LEARNING_STEPS = 0.25, 2000
@@ -68,9 +69,12 @@ class Study:
         return sum(isinstance(module, nn.Linear) for module in self.bench.model.modules()) > 1
 
     def worst_layers(self, step: LadderStep) -> list[str]:
-        """The layers of a finished candidate that cost the most accuracy, the worst first."""
+        """The layers of a finished candidate that cost the most accuracy, the worst first, by a few samples.
+
+        The model runs twice for every layer, and nothing else of a search takes as long.
+        """
         _, qmodel = load(self.bench, step, self.root / step.folder)
-        batch = self.bench.calibration[0]
+        batch = pieces_of(self.bench.calibration[:1], _FEW_SAMPLES)[0]
         args, kwargs = as_call(batch, self.bench.model)
         with torch.no_grad():
             reference = self.bench.model(*args, **kwargs)
