@@ -37,6 +37,19 @@ def fake_quantize(
     return codes if codes.dtype == x.dtype else codes.to(x.dtype)
 
 
+def codes_of(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group: int, qmin: int, qmax: int
+) -> Tensor:
+    """The integers that the fake-quant rounds `x` to: the same float32 steps, kept as int64."""
+    if axis is not None and group and x.shape[axis] % group:
+        padded = codes_of(pad_groups(x, axis, group), scale, zero_point, axis, group, qmin, qmax)
+        return padded.narrow(axis, 0, x.shape[axis])
+    blocks = as_blocks(x.float(), axis, group)
+    scale, zero_point = (p.reshape(aligned_shape(tuple(x.shape), axis, group, p.numel())) for p in (scale, zero_point))
+    codes = (blocks / scale).round_().nan_to_num_(0).double() + zero_point
+    return codes.clamp_(qmin, qmax).to(torch.int64).reshape(x.shape)
+
+
 def as_blocks(x: Tensor, axis: int | None, group_size: int) -> Tensor:
     """A view in which parameters broadcast: groups get a separate dimension, `(8, 256)` -> `(8, 2, 128)`."""
     return x if axis is None or not group_size else torch.unflatten(x, axis, (-1, group_size))

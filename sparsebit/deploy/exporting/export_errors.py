@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> str:
+def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str], verb: str = "export_onnx") -> str:
     """The innermost cause in a few lines, and its place; torch's own message is pages long."""
     causes = _causes(error)
     text = _shortened(str(causes[-1]), inputs) or type(causes[-1]).__name__
@@ -49,11 +49,11 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> s
     if any("ConversionError" in type(cause).__name__ for cause in causes):
         op = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
         what = f"the op {op[1]} has no ONNX form" if op else f"an op has no ONNX form: {text}"
-        return f"export_onnx: {what}{_node_place(frames)}\n{_ADVICE['convert']}"
+        return f"{verb}: {what}{_node_place(frames)}\n{_ADVICE['convert']}"
     place = _module_place(frames, model) + _line(str(causes[-1]))
     if "torch.export" in str(error):
-        return f"export_onnx: torch.export cannot follow the model{place}: {text}\n{_ADVICE['export']}"
-    return f"export_onnx{place}: {type(causes[-1]).__name__}: {text}"
+        return f"{verb}: torch.export cannot follow the model{place}: {text}\n{_ADVICE['export']}"
+    return f"{verb}{place}: {type(causes[-1]).__name__}: {text}"
 
 
 def hides_interrupt(error: Exception) -> bool:

@@ -24,8 +24,8 @@ from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, 
 from sparsebit.deploy.onnx_graph.packages import ir
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics import float8
-from sparsebit.numerics.plain import aligned_shape, as_blocks
-from sparsebit.numerics.spec import PerGroup, pad_groups, scale_shape
+from sparsebit.numerics.plain import codes_of
+from sparsebit.numerics.spec import PerGroup, scale_shape
 
 SITE_KEY, ROLE_KEY, BITS_KEY = "sparsebit.site", "sparsebit.role", "sparsebit.bits"
 
@@ -236,19 +236,6 @@ def _replace(
         value.name = y.name
     ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
     node.graph.remove(node, safe=True)
-
-
-def codes_of(
-    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group: int, qmin: int, qmax: int
-) -> Tensor:
-    """The integers that the fake-quant rounds `x` to: the same float32 steps, kept as int64."""
-    if axis is not None and group and x.shape[axis] % group:
-        padded = codes_of(pad_groups(x, axis, group), scale, zero_point, axis, group, qmin, qmax)
-        return padded.narrow(axis, 0, x.shape[axis])
-    blocks = as_blocks(x.float(), axis, group)
-    scale, zero_point = (p.reshape(aligned_shape(tuple(x.shape), axis, group, p.numel())) for p in (scale, zero_point))
-    codes = (blocks / scale).round_().nan_to_num_(0).double() + zero_point
-    return codes.clamp_(qmin, qmax).to(torch.int64).reshape(x.shape)
 
 
 def _parameters(model: ir.Model, site: _Site, storage: Storage, shape: Sequence[int]) -> tuple[ir.Value, ir.Value]:

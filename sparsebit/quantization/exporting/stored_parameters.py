@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
-from sparsebit.deploy.exporting.qdq import codes_of
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
 from sparsebit.execution.batches import Call
 from sparsebit.graph.checking.outcome import tensor_at
 from sparsebit.graph.values.nested import map_nested
+from sparsebit.numerics.plain import codes_of
 from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel
