@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparsebit.compress.climbing.conclusion import ENDS_AT, reason_for
-from sparsebit.compress.climbing.goal import pareto, rank
+from sparsebit.compress.climbing.goal import cost_of, pareto, rank
 from sparsebit.compress.climbing.known import AnyStudy, Candidate, Known
 from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.climbing.rung import Rung
@@ -22,13 +22,14 @@ from sparsebit.deploy.audit.file_latency import Timed
 from sparsebit.deploy.sessions.environment import environment
 from sparsebit.errors import BudgetError
 from sparsebit.progress import OutOfTime, time_limit
-from sparsebit.records.ladder import Judgement, Ladder, LadderGoal, LadderStep
+from sparsebit.records.ladder import Cost, Judgement, Ladder, LadderGoal, LadderStep
 
 log = logging.getLogger(__name__)
 
 Show = Callable[[Ladder], None]
 _MOST_FINALS = 3  # candidates that are judged on the final samples
-_NEAR = 1.05  # candidates this near to the fastest are timed again, in turns
+_NEAR = 1.15  # candidates this near to the fastest are timed again, in turns
+_EQUAL = 1.03  # of candidates that are as fast, the smallest is chosen
 
 
 class Trials(Protocol):
@@ -155,7 +156,7 @@ class Search:
         """Choose among those that keep the goal: time the fastest again, judge on samples that selection never saw."""
         goal = self.ladder.goal
         self._time_again()
-        ranked = sorted((s for s in self.ladder.steps if s.cost is not None), key=lambda s: rank(goal, s))
+        ranked = self._ranked()
         chosen, met = (ranked[0] if ranked else None), False
         for step in [step for step in ranked if step.verdict == "within"][:_MOST_FINALS]:
             judged = self._finally_judged(step)
@@ -174,6 +175,17 @@ class Search:
         ladder = ladder.replace(reason=reason_for(ladder))
         self._write(ladder.replace(finished=False))
         return ladder
+
+    def _ranked(self) -> list[LadderStep]:
+        """The judged steps, the best first. What is as fast as the fastest, but for noise, is ordered by size."""
+        goal = self.ladder.goal
+        ranked = sorted((step for step in self.ladder.steps if step.cost is not None), key=lambda s: rank(goal, s))
+        if goal.prefer != "latency" or not ranked or ranked[0].verdict != "within":
+            return ranked
+        limit = _EQUAL * cost_of(goal, _cost(ranked[0]))
+        equal = [step for step in ranked if step.verdict == "within" and cost_of(goal, _cost(step)) <= limit]
+        equal.sort(key=lambda step: _cost(step).num_bytes)  # stable: of equal sizes, the faster one first
+        return [*equal, *(step for step in ranked if step not in equal)]
 
     def _time_again(self) -> None:
         """Latencies that were measured minutes apart differ by noise: the nearest ones are timed in turns."""
@@ -201,6 +213,11 @@ class Search:
     def _replace(self, step: LadderStep) -> None:
         steps = tuple(step if one.name == step.name else one for one in self.ladder.steps)
         self._write(self.ladder.replace(steps=steps))
+
+
+def _cost(step: LadderStep) -> Cost:
+    assert step.cost is not None
+    return step.cost
 
 
 def empty_ladder(identity: str, goal: LadderGoal) -> Ladder:

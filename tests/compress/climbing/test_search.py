@@ -51,7 +51,7 @@ def rung(name: str, *bits: int, order: int = 10, propose: Callable[[Known], Any]
 
 
 class Trials:
-    """Candidates that cost nothing: `outcomes` by the candidate's name are (loss, latency), or what to raise."""
+    """Candidates that cost nothing: `outcomes` by name are (loss, latency[, bytes]), or what to raise."""
 
     def __init__(self, **outcomes: Any) -> None:
         self.outcomes, self.tried, self.finals = outcomes, list[str](), dict[str, float]()
@@ -65,10 +65,10 @@ class Trials:
             found = found()
         if isinstance(found, BaseException):
             raise found
-        loss, latency = found
+        loss, latency, *size = found
         limit = self.limit
         verdict: Any = "within" if limit is None or loss <= limit else "too much loss"
-        cost = Cost(100, 0.3, 10, 1.0, 2 * latency, latency)
+        cost = Cost(size[0] if size else 100, 0.3, 10, 1.0, 2 * latency, latency)
         return replace(step, verdict=verdict, seconds=0.01, cost=cost, selection=judged(loss))
 
     def concluded(self, step: LadderStep, folder: Path) -> Judgement:
@@ -97,6 +97,20 @@ def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ladd
             ).run()
 
     return run
+
+
+def test_of_files_that_are_as_fast_the_smallest_is_chosen(climb: Any) -> None:
+    rungs, small = rung("a", 8, 4, 2), (0.2, 0.51, 40)
+    assert climb(Trials(a8=(0.1, 0.5, 100), a4=small, a2=(0.0, 0.6, 10)), rungs).best == "02-a4"
+
+
+def test_a_smaller_file_that_is_slower_is_not_chosen(climb: Any) -> None:
+    assert climb(Trials(a8=(0.1, 0.5, 100), a4=(0.2, 0.53, 40)), rung("a", 8, 4)).best == "01-a8"
+
+
+def test_of_files_that_are_as_fast_those_that_lose_too_much_stay_behind(climb: Any) -> None:
+    trials = Trials(a8=(0.1, 0.5, 100), a4=(2.0, 0.5, 40))
+    assert climb(trials, rung("a", 8, 4), begin=ladder(max_loss=1.0)).best == "01-a8"
 
 
 def test_rungs_are_climbed_in_order_until_nothing_is_new(climb: Any) -> None:
