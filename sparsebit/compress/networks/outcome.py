@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -15,6 +16,7 @@ from sparsebit.compress.networks.training_script import training_script
 from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, load
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.folders import replace_text
+from sparsebit.progress import OutOfTime, time_limit
 from sparsebit.records import read_record, write_record
 from sparsebit.records.ladder import Ladder, LadderStep
 
@@ -22,6 +24,7 @@ BEST, BEST_MODEL = "best.onnx", "best"
 CONFIG, PLACEMENT, SPARSITY = "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
 _NUM_NAMED = 3  # of the layers that cost the most accuracy
+_REASON_SHARE = 0.05  # of the time, to find them, unless a rung already has
 
 
 def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
@@ -49,8 +52,9 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
     net = f"sparsebit.sparse.load({small}, model)" if recipe["sparsity"] else "model"
     again = f"sparsebit.quantize({net}, batches, {config}{placed})"
     if step.verdict == "too much loss":
-        worst = Study(bench, run.path).worst_layers(step)[:_NUM_NAMED]
-        ladder = ladder.replace(reason=reason_for(ladder, worst))
+        with contextlib.suppress(OutOfTime), time_limit(60 * ladder.goal.minutes * _REASON_SHARE):
+            worst = Study(bench, run.path).worst_layers(step)[:_NUM_NAMED]
+            ladder = ladder.replace(reason=reason_for(ladder, worst))
     ladder = ladder.replace(reproduce=again)
     run.write(ladder)
     return ladder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from sparsebit.compress.networks.teaching import BATCH
 from sparsebit.compress.networks.trial import load
 from sparsebit.config.schema import QuantConfig
 from sparsebit.execution.batches import as_call
+from sparsebit.folders import replace_text
 from sparsebit.quantization.mixed_precision.search import search_bits
 from sparsebit.quantization.post_training import quantize
 from sparsebit.quantization.quant_config import as_qconfig
@@ -27,6 +29,7 @@ from sparsebit.records.ladder import LadderStep
 from sparsebit.sparse.sparse_model import SparseModel
 
 _CHANNELS = f"{{DEVICE: {DEVICE}, SPARSER: {{TYPE: structured}}}}"
+WORST_LAYERS = "worst_layers.json"  # in the folder of a candidate
 _NUM_WORST, _FEW_SAMPLES = 8, 8
 # Passes of one step, each as many operations as a forward; and what two ordinary cores do in a second.
 _TEACHER_PASSES, _STUDENT_PASSES, _OPERATIONS_PER_S = 1, 3, 4e10
@@ -71,8 +74,12 @@ class Study:
     def worst_layers(self, step: LadderStep) -> list[str]:
         """The layers of a finished candidate that cost the most accuracy, the worst first, by a few samples.
 
-        The model runs twice for every layer, and nothing else of a search takes as long.
+        The model runs twice for every layer, and nothing else of a search takes as long: the folder keeps the answer.
         """
+        known = self.root / step.folder / WORST_LAYERS
+        if known.is_file():
+            found: list[str] = json.loads(known.read_text(encoding="utf-8"))
+            return found
         _, qmodel = load(self.bench, step, self.root / step.folder)
         batch = pieces_of(self.bench.calibration[:1], _FEW_SAMPLES)[0]
         args, kwargs = as_call(batch, self.bench.model)
@@ -84,7 +91,9 @@ class Study:
                 return float(noise(model(*args, **kwargs), batch, reference).mean())
 
         gains = qmodel.accuracy_gains([batch], exactness, num_layers=_NUM_WORST)
-        return [row.layer for row in gains.layers if row.gain > 0]
+        found = [row.layer for row in gains.layers if row.gain > 0]
+        replace_text(known, json.dumps(found) + "\n")
+        return found
 
     def bits_under(self, config: QuantConfig, share: float, weight_bits: tuple[int, ...]) -> QuantConfig:
         """The config with the bits per layer that lose least at this share of the float weights' bytes."""

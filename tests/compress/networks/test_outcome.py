@@ -19,6 +19,7 @@ pytest.importorskip("onnxruntime")
 
 from sparsebit.compress import Result, compress
 from sparsebit.compress.judging.metrics import NOISE
+from sparsebit.compress.networks import outcome
 from sparsebit.compress.networks.training_script import training_script
 from sparsebit.quantization import QuantModel
 from sparsebit.records import read_record
@@ -46,6 +47,12 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Result:
         compress(trained(), batches(128, 3), **how, show=killed)
     assert not (how["folder"] / "best.onnx").exists()
     return compress(trained(), batches(128, 3), **how)
+
+
+def test_without_time_the_reason_names_no_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "_REASON_SHARE", 0.0)
+    found = compress(trained(), batches(128, 3), **ASKED, folder=tmp_path / "run")
+    assert not found.met and "train.py" in found.reason and "most of it at" not in found.reason
 
 
 def test_the_files_of_the_nearest_candidate_and_how_to_train_it(lost: Result) -> None:
