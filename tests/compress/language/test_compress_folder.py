@@ -143,3 +143,21 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     made = CliRunner().invoke(app, [str(word) for word in (*words, *how)])
     assert made.exit_code == 0, made.output
     assert "01-w8" in made.stdout and "8.38" in made.stdout and (tmp_path / "run/best").is_dir()
+
+
+@pytest.mark.slow
+def test_a_trained_model_in_four_bits(shared_data: Path, tmp_path: Path) -> None:
+    texts = shared_data / "text"
+    found = sparsebit.compress(
+        shared_data / "book_llama",
+        Calibration(texts / "books_calibration.txt", num_samples=32),
+        "transformers",
+        validation=texts / "books_heldout.txt",
+        max_loss=2.0,
+        rungs=("four bits",),
+        minutes=15,
+        folder=tmp_path / "run",
+    )
+    (step,) = found.steps
+    assert found.met and step.final is not None and step.cost is not None
+    assert step.final.loss < 2.0 and step.cost.bytes_ratio < 0.45
