@@ -107,6 +107,12 @@ def is_onnx(name: str) -> bool:
     return Path(name).suffix.lower() == ".onnx"
 
 
+def import_model(name: str) -> None:
+    """Import the module of `--model`, which may register what a config names; a file has none."""
+    if not is_onnx(name):
+        resolve(name, "--model")
+
+
 def _from_onnx(name: str, arguments: Arguments | None) -> nn.Module:
     """The model in a float ONNX file, compared with ONNX Runtime on random inputs."""
     from sparsebit.deploy.loading.load_onnx import load_onnx

@@ -20,6 +20,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 @operator(*_PLAIN)
+@operator("HardSwish", domain="sparsebit")
 def _plain(call: Call) -> Value:
     return call.emit(_PLAIN[call.node.op_type], call.inputs[0])
 
@@ -70,7 +71,8 @@ def _hard_sigmoid(call: Call) -> Value:
     return call.emit(F.hardtanh, scaled, 0.0, 1.0)
 
 
-@operator("Gelu")
+@operator("Gelu", first=20)
+@operator("Gelu", domain="sparsebit")
 def _gelu(call: Call) -> Value:
     return call.emit(F.gelu, call.inputs[0], approximate=call.attribute("approximate", "none"))
 
@@ -91,6 +93,7 @@ def _quick_gelu(call: Call) -> Value:
 
 
 @operator("Swish", first=24)
+@operator("Swish", domain="sparsebit")
 def _swish(call: Call) -> Value:
     value, alpha = call.inputs[0], call.attribute("alpha", 1.0)
     if alpha == 1.0:

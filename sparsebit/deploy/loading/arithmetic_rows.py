@@ -32,6 +32,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "Add": python.add, "Sub": python.sub, "Mul": python.mul, "Neg": python.neg, "Sqrt": math.sqrt,
 }  # fmt: skip
+_MOST_NUMBERS = 64  # of a vector of sizes; tables of constants are tensors
 _COMMUTATIVE = frozenset({"Add", "Mul"})
 
 
@@ -60,7 +61,7 @@ def _binary(call: Call) -> Value:
 def are_numbers(*values: Value) -> bool:
     """Whether Python can compute it: Numbers among small vectors, and no tensor of the graph."""
     return any(isinstance(value, Numbers) for value in values) and all(
-        isinstance(value, Numbers) or (is_constant(value) and rank(value) <= 1) for value in values
+        isinstance(value, Numbers) or (is_constant(value) and value.numel() <= _MOST_NUMBERS) for value in values
     )
 
 
@@ -161,16 +162,9 @@ def _of_several(call: Call) -> Value:
 @operator("Where")
 def _where(call: Call) -> Value:
     condition, left, right = call.inputs
-    if is_constant(condition) and condition.ndim <= 1 and are_numbers(left, right):
-        return elementwise_where(condition, left, right)
+    if is_constant(condition) and are_numbers(left, right):
+        return elementwise(lambda one, other, chosen: one if chosen else other, left, right, condition)
     return call.emit(torch.where, condition, left, right)
-
-
-def elementwise_where(condition: Tensor, left: Tensor | Numbers, right: Tensor | Numbers) -> Tensor | Numbers:
-    dtype = left.dtype
-    found = elementwise(lambda chosen, one, other: one if chosen else other, condition, left, right)
-    items = found.items if isinstance(found, Numbers) else found.reshape(-1).tolist()
-    return numbers(items, rank(found) == 0, dtype)
 
 
 @operator("Cast", "CastLike")
@@ -186,7 +180,7 @@ def _cast(call: Call) -> Value:
             if is_same
             else [call.emit(kind, i) if isinstance(i, fx.Proxy) else kind(i) for i in value.items]
         )
-        return numbers(items, value.is_scalar, dtype)
+        return numbers(items, value.shape, dtype)
     return value if example_of(value).dtype == dtype else call.method("to", value, dtype)
 
 
@@ -277,7 +271,7 @@ def _product(call: Call, value: Value, axes: list[int], keep: bool) -> Value:
         found = items[0]
         for item in items[1:]:
             found = call.emit(python.mul, found, item)
-        return numbers([found], is_scalar=not keep, dtype=value.dtype)
+        return numbers([found], (1,) if keep else (), value.dtype)
     for axis in axes:
         value = call.emit(torch.prod, value, axis, keepdim=keep, dtype=example_of(value).dtype)
     return value

@@ -10,9 +10,17 @@ import torch
 from torch import fx
 
 # Importing the modules of rows fills the table.
-from sparsebit.deploy.loading import activation_rows, arithmetic_rows, layer_rows, moving_rows, resize_rows
+from sparsebit.deploy.loading import (
+    activation_rows,
+    arithmetic_rows,
+    layer_rows,
+    moving_rows,
+    recurrent_rows,
+    resize_rows,
+)
 from sparsebit.deploy.loading.call import Call
 from sparsebit.deploy.loading.graph_builder import GraphBuilder
+from sparsebit.deploy.loading.moved_numbers import moved_numbers, moves_numbers
 from sparsebit.deploy.loading.moving_rows import tensor_of
 from sparsebit.deploy.loading.operator_table import row_for
 from sparsebit.deploy.loading.values import Value, is_constant
@@ -20,7 +28,7 @@ from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
 
-ROW_MODULES = (activation_rows, arithmetic_rows, layer_rows, moving_rows, resize_rows)
+ROW_MODULES = (activation_rows, arithmetic_rows, layer_rows, moving_rows, recurrent_rows, resize_rows)
 
 
 def build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphModule:
@@ -67,7 +75,7 @@ def _outputs(node: Any, values: Mapping[str, Value], version: int, graph: GraphB
         )
     call = Call(node, tuple(values[name] if name else None for name in node.input), version, graph)
     with _named(node.name or node.output[0], node.op_type):
-        found = row.build(call)
+        found = moved_numbers(row, call) if moves_numbers(call) else row.build(call)
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 

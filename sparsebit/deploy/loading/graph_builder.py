@@ -91,8 +91,9 @@ class GraphBuilder(fx.Tracer):
         """Numbers as a tensor that is made at run time; other values as they are."""
         if not isinstance(value, Numbers):
             return value
-        items = value.items[0] if value.is_scalar else list(value.items)
-        return self.create_proxy("call_function", torch.tensor, (items,), {"dtype": value.dtype})
+        items = list(value.items) if value.shape else value.items[0]
+        made = self.create_proxy("call_function", torch.tensor, (items,), {"dtype": value.dtype})
+        return self.method("reshape", made, value.shape) if len(value.shape) > 1 else made
 
     def known(self, value: Value, what: str) -> Tensor:
         """A constant, where an operator needs one."""
@@ -138,7 +139,7 @@ class GraphBuilder(fx.Tracer):
                 tensor.ndim > 1 for tensor in stored.values()
             ):  # vectors may be equal by chance, and are then merged
                 self._layers[full_key] = path
-        return self.create_proxy("call_module", path, tuple(map(self.tensor, args)), {})
+        return self.create_proxy("call_module", path, self._read(args), {})
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
         """Matrices and kernels that are one tensor in the file are one parameter; vectors are copied for each layer."""

@@ -23,6 +23,7 @@ from sparsebit.errors import DeploymentError
 
 TOLERANCE = 1e-4
 NUM_COMPARED = 4  # batches
+_LEAST_RANGE = 1e-2  # of the largest value: the range of nearly equal numbers is that of their roundings
 
 
 def load_onnx(
@@ -64,7 +65,7 @@ def _feeds(model: Any, data: Iterable[Any] | None, session: Session, path: str) 
     one, _ = made_up_feeds(model)
     shapes = session.input_shapes
     if all(shape and shape[0] is None for shape in shapes.values()):
-        several = {name: numpy.concatenate([array, array[:, ...][::-1]]) for name, array in one.items()}
+        several = {name: numpy.concatenate([array, array[..., ::-1]]) for name, array in one.items()}
         try:
             session.run(several)
         except DeploymentError:  # its first axis is not that of samples
@@ -112,7 +113,7 @@ def difference(expected: Any, found: Any) -> float:
     expected, found = expected.astype(numpy.float64), found.astype(numpy.float64)
     is_equal = (expected == found) | (numpy.isnan(expected) & numpy.isnan(found))
     finite = expected[numpy.isfinite(expected)]
-    extent = float(numpy.ptp(finite)) if finite.size else 0.0
-    extent = extent or float(numpy.abs(finite).max(initial=0.0)) or 1.0
+    largest = float(numpy.abs(finite).max(initial=0.0))
+    extent = max(float(numpy.ptp(finite)) if finite.size else 0.0, _LEAST_RANGE * largest) or 1.0
     with numpy.errstate(invalid="ignore"):
         return float(numpy.where(is_equal, 0.0, numpy.abs(expected - found)).max()) / extent

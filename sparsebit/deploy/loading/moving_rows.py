@@ -60,7 +60,7 @@ def _size(call: Call) -> Value:
     for size in call.graph.sizes(call.graph.shape(call.inputs[0], call.node.input[0])):
         is_known = not isinstance(found, fx.Proxy) and not isinstance(size, fx.Proxy)
         found = found * size if is_known else call.emit(python.mul, found, size)
-    return numbers([found], is_scalar=True)
+    return numbers([found], ())
 
 
 @operator("ConstantOfShape")
@@ -94,8 +94,6 @@ def _eye_like(call: Call) -> Value:
 def _reshape(call: Call) -> Value:
     value, target = call.inputs[0], call.inputs[1]
     sizes = list(call.graph.sizes(target))
-    if isinstance(value, Numbers):
-        return numbers(value.items, is_scalar=not sizes, dtype=value.dtype)
     if not call.attribute("allowzero", 0):
         for axis, size in enumerate(sizes):
             if not isinstance(size, fx.Proxy) and size == 0:
@@ -126,8 +124,6 @@ def _transpose(call: Call) -> Value:
 def _squeeze(call: Call) -> Value:
     value = call.inputs[0]
     axes = call.setting("axes", 1)
-    if isinstance(value, Numbers):
-        return numbers(value.items, is_scalar=True, dtype=value.dtype)
     if axes is None:
         axes = [axis for axis, size in enumerate(example_of(value).shape) if size == 1]
     for axis in sorted((call.axis(axis) for axis in axes), reverse=True):
@@ -138,8 +134,6 @@ def _squeeze(call: Call) -> Value:
 @operator("Unsqueeze")
 def _unsqueeze(call: Call) -> Value:
     value, axes = call.inputs[0], call.setting("axes", 1)
-    if isinstance(value, Numbers) and value.is_scalar and len(axes) == 1:
-        return numbers(value.items, dtype=value.dtype)
     final = rank(value) + len(axes)
     for axis in sorted(axis % final for axis in axes):
         value = call.emit(torch.unsqueeze, value, axis)
@@ -148,11 +142,6 @@ def _unsqueeze(call: Call) -> Value:
 
 @operator("Concat")
 def _concat(call: Call) -> Value:
-    if any(isinstance(value, Numbers) for value in call.inputs) and not any(
-        isinstance(v, fx.Proxy) for v in call.inputs
-    ):
-        items = [item for value in call.inputs for item in call.graph.sizes(value)]
-        return numbers(items, dtype=call.inputs[0].dtype)
     parts = [value for value in call.inputs if tuple(example_of(value).shape) != (0,)] or list(call.inputs[:1])
     return parts[0] if len(parts) == 1 else call.emit(torch.cat, parts, call.attribute("axis"))
 
@@ -162,15 +151,13 @@ def _split(call: Call) -> list[Value]:
     value, axis = call.inputs[0], call.axis(call.attribute("axis", 0))
     sizes = call.setting("split", 1)
     count = len(call.node.output)
-    if isinstance(value, Numbers):
-        sizes = sizes or [len(value.items) // count] * count
-        starts = [sum(sizes[:place]) for place in range(count)]
-        return [numbers(value.items[a : a + n], dtype=value.dtype) for a, n in zip(starts, sizes, strict=True)]
     if sizes is None:
         length = example_of(value).shape[axis]
         each = -(-length // count)
         sizes = [min(each, length - place * each) for place in range(count)]
     found = call.emit(torch.split, value, sizes, axis)
+    if isinstance(found, tuple):
+        return list(found)
     return [call.emit(python.getitem, found, place) for place in range(count)]
 
 
@@ -180,17 +167,19 @@ def _slice(call: Call) -> Value:
     starts, ends = (call.graph.sizes(call.inputs[place]) for place in (1, 2))
     axes = range(len(starts)) if call.input(3) is None else call.constant(3, "axes").reshape(-1).tolist()
     steps = [1] * len(starts) if call.input(4) is None else call.constant(4, "steps").reshape(-1).tolist()
-    if isinstance(value, Numbers):
-        return numbers(value.items[_piece(starts[0], ends[0], steps[0])], dtype=value.dtype)
     places: list[Any] = [slice(None)] * call.rank()
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         place = call.axis(axis)
         if step < 0:
             value, start, end, step = _reversed(call, value, place, start, end, step)
         places[place] = _piece(start, end, step)
-    while places and places[-1] == slice(None):
+    while places and _is_whole(places[-1]):
         places.pop()
     return call.emit(python.getitem, value, tuple(places)) if places else value
+
+
+def _is_whole(piece: slice) -> bool:
+    return piece.start is None and piece.stop is None and piece.step is None
 
 
 def _piece(start: Number, end: Number, step: int) -> slice:
@@ -215,9 +204,6 @@ def _reversed(
 def _gather(call: Call) -> Value:
     value, index = call.inputs
     axis = call.axis(call.attribute("axis", 0))
-    if isinstance(value, Numbers) and is_constant(index):
-        items = [value.items[place] for place in index.reshape(-1).tolist()]
-        return numbers(items, is_scalar=index.ndim == 0, dtype=value.dtype)
     if (
         is_constant(value)
         and value.ndim == 2
@@ -229,7 +215,7 @@ def _gather(call: Call) -> Value:
         return call.layer(layer, "embedding", {"weight": value}, call.method("to", index, torch.int64))
     if is_constant(index) and index.ndim == 0:
         return call.emit(torch.select, value, axis, int(index))
-    if isinstance(index, Numbers) and index.is_scalar:
+    if isinstance(index, Numbers) and not index.shape:
         return call.emit(torch.select, value, axis, index.items[0])
     if is_constant(index) and index.ndim == 1:
         size = example_of(value).shape[axis]

@@ -21,22 +21,25 @@ Number: TypeAlias = Any  # int, float, bool, or an fx.Proxy of one
 
 @dataclass(frozen=True)
 class Numbers:
-    """At least one of `items` is an fx.Proxy; `is_scalar`: of rank 0, with one item."""
+    """`items` in order, of which at least one is an fx.Proxy; `shape` as that of a tensor, () for one number."""
 
     items: tuple[Number, ...]
-    is_scalar: bool = False
+    shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
 
 
 Value: TypeAlias = Any  # Tensor | fx.Proxy | Numbers | None
 
 
-def numbers(items: Iterable[Number], is_scalar: bool = False, dtype: torch.dtype = torch.int64) -> Tensor | Numbers:
-    """Numbers, or a constant if all of them are known."""
+def numbers(
+    items: Iterable[Number], shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.int64
+) -> Tensor | Numbers:
+    """Numbers (a vector, if no shape is given), or a constant if all of them are known."""
     found = tuple(items)
+    shape = (len(found),) if shape is None else tuple(shape)
     if any(isinstance(item, fx.Proxy) for item in found):
-        return Numbers(found, is_scalar, dtype)
-    return torch.tensor(found[0] if is_scalar else list(found), dtype=dtype)
+        return Numbers(found, shape, dtype)
+    return torch.tensor(found, dtype=dtype).reshape(shape)
 
 
 def example_of(value: Any) -> Any:
@@ -45,7 +48,9 @@ def example_of(value: Any) -> Any:
         return value.__dict__["example"]
     if isinstance(value, Numbers):
         items = [example_of(item) for item in value.items]
-        return torch.tensor(items[0] if value.is_scalar else items, dtype=value.dtype)
+        return torch.tensor(items, dtype=value.dtype).reshape(value.shape)
+    if isinstance(value, slice):
+        return slice(*map(example_of, (value.start, value.stop, value.step)))
     return value
 
 
@@ -56,7 +61,9 @@ def examples(tree: Any) -> Any:
 
 def has_proxy(*trees: Any) -> bool:
     """Whether anything in the arguments is computed at run time."""
-    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(trees))
+    leaves = pytree.tree_leaves(trees)
+    ends = [end for leaf in leaves if isinstance(leaf, slice) for end in (leaf.start, leaf.stop, leaf.step)]
+    return any(isinstance(leaf, fx.Proxy) for leaf in (*leaves, *ends))
 
 
 def is_constant(value: Value) -> bool:
@@ -65,19 +72,18 @@ def is_constant(value: Value) -> bool:
 
 def rank(value: Value) -> int:
     """The number of dimensions."""
-    if isinstance(value, Numbers):
-        return 0 if value.is_scalar else 1
-    return int(example_of(value).ndim)
+    return len(value.shape) if isinstance(value, Numbers) else int(example_of(value).ndim)
+
+
+def items_of(value: Tensor | Numbers) -> list[Number]:
+    """The elements in order."""
+    return list(value.items) if isinstance(value, Numbers) else value.reshape(-1).tolist()
 
 
 def elementwise(function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:
-    """The function of each element of constants and Numbers of rank 0 or 1, with broadcasting."""
-    lists = [_items(value) for value in values]
-    length = max(map(len, lists))
-    rows = zip(*(items * length if len(items) == 1 else items for items in lists), strict=True)
-    dtype = next(value.dtype for value in values if isinstance(value, (Numbers, Tensor)))
-    return numbers((function(*row) for row in rows), all(rank(value) == 0 for value in values), dtype)
-
-
-def _items(value: Tensor | Numbers) -> list[Number]:
-    return list(value.items) if isinstance(value, Numbers) else value.reshape(-1).tolist()
+    """The function of each element of constants and Numbers, with broadcasting; of the first one's type."""
+    places = [torch.arange(len(items_of(value))).reshape(value.shape) for value in values]
+    chosen = torch.broadcast_tensors(*places)
+    lists = [items_of(value) for value in values]
+    columns = [[items[i] for i in index.reshape(-1).tolist()] for items, index in zip(lists, chosen, strict=True)]
+    return numbers((function(*row) for row in zip(*columns, strict=True)), chosen[0].shape, values[0].dtype)

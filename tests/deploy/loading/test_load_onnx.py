@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sparsebit
 from sparsebit.deploy.loading.load_onnx import difference, load_onnx
 from sparsebit.errors import DeploymentError
+from sparsebit.sparse import SparseModel
 from tests.parameters import first_fast
 
 DYNAMIC = {0: "batch"}
@@ -112,8 +113,6 @@ def test_files_of_torch_have_their_names_and_another_batch_size(
     kinds = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.LayerNorm, nn.Embedding)
     own = {name: type(m) for name, m in net.named_modules() if isinstance(m, kinds)}
     found = {name: type(m) for name, m in model.named_modules() if isinstance(m, kinds)}
-    if opset < 17:  # has no LayerNormalization
-        own = {name: kind for name, kind in own.items() if kind is not nn.LayerNorm}
     assert {*own.values()} == {*found.values()} and len(own) == len(found)
     assert {*own} - {*found} <= ({"stem.0"} if not dynamo else set())  # its weight was folded with the norm's
     if kind == "attention":
@@ -196,3 +195,25 @@ def test_a_difference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(activation_rows._PLAIN, "Relu", torch.sigmoid)
     with pytest.raises(DeploymentError, match=r"output y differs from ONNX Runtime's by .* of its range"):
         load_onnx(tmp_path / "made.onnx")
+
+
+def test_pruned_and_with_mixed_bits_by_the_names_of_the_file(tmp_path: Path) -> None:
+    net, x = case("conv")
+    model = load_onnx(exported(net, x, tmp_path / "net.onnx", 18), [x])
+    config = {
+        "BACKEND": "virtual",
+        "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"gate": ["QUANTIZER.BIT", 4]}]},
+        "A": {"QUANTIZER": {"BIT": 8}},
+    }
+    qmodel = sparsebit.quantize(model, [x], config)
+    bits = {
+        name: module.weight_quantizer.bit for name, module in qmodel.named_modules() if name.endswith(("gate", "head"))
+    }
+    assert set(bits.values()) == {4, 8}
+    smodel = SparseModel(model, {"DEVICE": "cpu", "SPARSER": {"TYPE": "structured", "RATIO": 0.5}}, x).eval()
+    smodel.calc_params()
+    small = smodel.shrink()
+    assert small.get_submodule("stem.0").out_channels < 8
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), smodel(x), rtol=1e-4, atol=1e-5)
+        assert small(torch.cat([x, x])).shape == (4, 5)
