@@ -54,7 +54,7 @@ def _examine(name: str, kept: Path, folder: Path, record: dict[str, Any]) -> Non
     if not file.is_file():
         _export(net, batch, file)
     record["exports"] = True
-    session = sparsebit.open_session(file)
+    session = sparsebit.open_session(file, optimize=False)
     inputs = _inputs(session, batch)
     start = time.perf_counter()
     model = sparsebit.load_onnx(file, [inputs])
