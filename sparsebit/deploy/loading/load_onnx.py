@@ -34,9 +34,9 @@ def load_onnx(
     Convolutions, linear layers, norms and embeddings are layers of `torch.nn` with parameters, named as in the file;
     other operators are functions of torch. The module takes the file's inputs in their order, or by their names.
 
-    Its float outputs are compared with ONNX Runtime on the first batches of `data` (batches as the model takes them;
-    tuples with labels too), or on random inputs, with its optimizations off: a difference of more than `tolerance` of an output's range is an
-    error. Errors are DeploymentErrors; quantized files, and files with subgraphs, are refused.
+    Its float outputs are compared with ONNX Runtime, each node as it is written, on the first batches of `data` (as the
+    model takes them; tuples with labels too), or on random inputs: a difference of more than `tolerance` of an output's
+    range is an error. Errors are DeploymentErrors; quantized files, and files with subgraphs, are refused.
     """
     model = read_model(path)
     nodes = Graph(model).nodes
