@@ -127,6 +127,10 @@ class GraphBuilder(fx.Tracer):
     def layer(self, node: Any, layer: nn.Module, key: Any, parameters: dict[str, Tensor | None], *args: Value) -> Value:
         """Call a layer with these parameters; the same parameters in an equal layer are the same layer."""
         stored = {name: tensor for name, tensor in parameters.items() if tensor is not None}
+        if all(isinstance(arg, Tensor) for arg in args):  # a norm of a weight: computed now
+            for name, tensor in stored.items():
+                setattr(layer, name, nn.Parameter(tensor) if name in layer._parameters else tensor)
+            return layer(*args)
         full_key = (type(layer), key, *((name, _address(tensor)) for name, tensor in stored.items()))
         path = self._layers.get(full_key)
         if path is None:
