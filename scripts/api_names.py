@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
 GROUPS: dict[str, dict[str, str]] = {
     "sparsebit": {
         "in one call": "compress quantize record __version__",
-        "files and runtimes": "audit open_session tensorrt_violations PROFILES RuntimeProfile Tolerance",
+        "files and runtimes": "load_onnx audit open_session tensorrt_violations PROFILES RuntimeProfile Tolerance",
         "results": "Coverage ErrorProfile AccuracyGains GradientCheck Parity Audit RunRecord read_record write_record "
         "extend_record measured",
         "errors": "SparsebitError ConfigError SpecError BackendError CaptureError CalibrationError CheckpointError "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparsebit.compress.compress import compress
     from sparsebit.deploy.audit.audit_file import audit
     from sparsebit.deploy.audit.tensorrt_rules import tensorrt_violations
+    from sparsebit.deploy.loading.load_onnx import load_onnx
     from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
     from sparsebit.deploy.sessions.runtime_sessions import open_session
     from sparsebit.quantization.post_training import quantize
@@ -73,6 +74,7 @@ __all__ = [
     "audit",
     "compress",
     "extend_record",
+    "load_onnx",
     "measured",
     "open_session",
     "quantize",
@@ -90,6 +92,7 @@ _LAZY = {
     "PROFILES": "sparsebit.deploy.runtimes",
     "RuntimeProfile": "sparsebit.deploy.runtimes",
     "audit": "sparsebit.deploy.audit.audit_file",
+    "load_onnx": "sparsebit.deploy.loading.load_onnx",
     "open_session": "sparsebit.deploy.sessions.runtime_sessions",
     "quantize": "sparsebit.quantization.post_training",
     "record": "sparsebit.quantization.recording",

@@ -104,6 +104,20 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
     assert record["saved"] == str(kept) and list(kept.glob("*.safetensors"))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch.onnx.export
+def test_a_file_without_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("sklearn", "numpy", *ONNX):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["ptq_onnx_file", "--export", str(tmp_path / "int8.onnx"), "--json"])
+    importlib.import_module("ptq_onnx_file").main()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["scores"]["int8"] > record["scores"]["float"] - 2 > 80
+    assert "block1.conv1.0" in record["layers"] and record["bytes"]["int8"] < 0.6 * record["bytes"]["float"]
+
+
 @pytest.mark.slow
 def test_compress(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("numpy", "scipy", *ONNX):
@@ -180,7 +194,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_interrupted(tmp_path: Path) ->
 
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
     scripts = {file.stem for file in EXAMPLES.glob("*_*.py") if "__main__" in file.read_text(encoding="utf-8")}
-    names = scripts - {"qat_digits", "ptq_gpt2", "compress_cifar10"}  # which have tests of their own
+    names = scripts - {"qat_digits", "ptq_gpt2", "ptq_onnx_file", "compress_cifar10"}  # which have tests of their own
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert names == RUNS.keys() | LOOPS.keys() | LANGUAGE_MODELS.keys()
     assert [name for name in names if f"[{name}.py]({name}.py)" not in readme] == []

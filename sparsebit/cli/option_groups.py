@@ -62,7 +62,11 @@ class ModelOptions:
 
     heading: ClassVar = "Model"
 
-    model: str = option(..., "A function or class that makes the model, or an nn.Module.", "MODULE:FACTORY", short="-m")
+    model: str = option(
+        ..., "A function or class that makes the model, an nn.Module, or a float ONNX file.",
+        "MODULE:FACTORY|FILE.onnx",
+        short="-m",
+    )  # fmt: skip
     weights: Path | None = option(
         None, "Its weights: .safetensors, .pt, or the folder of a pruned model.", "FILE|DIR", short="-w"
     )

@@ -14,7 +14,7 @@ from torch import nn
 import sparsebit
 from sparsebit.cli.inputs.data import Data, Inputs, load_data
 from sparsebit.cli.inputs.first_batch import FirstBatch, run_first_batch
-from sparsebit.cli.inputs.loading import filled, load_net, make_model, resolve, users_code
+from sparsebit.cli.inputs.loading import filled, import_model, load_net, make_model, users_code
 from sparsebit.cli.option_groups import DataOptions, ModelOptions, PlacementOptions, TrainedModel
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
@@ -123,7 +123,7 @@ def read_config(source: str, device: str | None = None, *, model: str | None = N
     The module of `model` is imported first: it may register the observers and quantizers that the config names.
     """
     if model is not None:
-        resolve(model, "--model")
+        import_model(model)
     config = as_qconfig(source)
     if device is not None:
         config = config.replace("DEVICE", device)

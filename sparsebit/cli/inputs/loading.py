@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparsebit.cli.inputs.made_weights import why_random
 from sparsebit.cli.option_groups import TrainedModel
 from sparsebit.cli.options import Arguments, refuse
-from sparsebit.errors import CheckpointError, SparsebitError
+from sparsebit.errors import CheckpointError, DeploymentError, SparsebitError
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,9 @@ class Made(NamedTuple):
 
 
 def make_model(name: str, arguments: Arguments | None = None) -> Made:
-    """The result of `package.module:factory`, or the object itself."""
+    """The result of `package.module:factory`, the object itself, or the model in an ONNX file."""
+    if is_onnx(name):
+        return Made(_from_onnx(name, arguments))
     thing = resolve(name, "--model")
     if isinstance(thing, nn.Module):
         if arguments:
@@ -100,12 +102,35 @@ def make_model(name: str, arguments: Arguments | None = None) -> Made:
     return Made(model, factory, time.monotonic() - start)
 
 
+def is_onnx(name: str) -> bool:
+    """Whether `--model` names an ONNX file."""
+    return Path(name).suffix.lower() == ".onnx"
+
+
+def import_model(name: str) -> None:
+    """Import the module of `--model`, which may register what a config names; a file has none."""
+    if not is_onnx(name):
+        resolve(name, "--model")
+
+
+def _from_onnx(name: str, arguments: Arguments | None) -> nn.Module:
+    """The model in a float ONNX file, compared with ONNX Runtime on random inputs."""
+    from sparsebit.deploy.loading.load_onnx import load_onnx
+
+    if arguments:
+        raise LoadingError(f"--model-args: {name} is a file, not a factory that takes arguments")
+    try:
+        return load_onnx(Path(name).expanduser())
+    except DeploymentError as error:
+        raise LoadingError(f"--model {error}") from error
+
+
 def weights_source(name: str, weights: Path | None, saved: Path | None = None) -> str:
     """Where the weights come from: a file, a pruned folder, the folder of a quantized model, or the factory itself."""
     if saved is not None:
         return f"{saved}, a saved quantized model"
     if weights is None:
-        return f"as {name} makes them (no --weights)"
+        return f"those of the file {name}" if is_onnx(name) else f"as {name} makes them (no --weights)"
     return str(weights) if pruned_folder(weights) is None else f"{pruned_folder(weights)}, a pruned model"
 
 
@@ -293,10 +318,6 @@ def _refuse_files(name: str) -> None:
     """Raise for a file in the place of a model; the message says what to do instead."""
     weights = f"is a file of weights; give --weights {name}, and the model as MODULE:NAME"
     hints = dict.fromkeys((*_TORCH_FILES, ".safetensors"), weights)
-    hints[".onnx"] = (
-        "is an ONNX file, exported from a PyTorch model: name that, as MODULE:NAME. Without it, sparsebit audit"
-    )
-    hints[".onnx"] += " and sparsebit check take ONNX files of any tool, and onnxruntime.quantization quantizes them"
     if hint := hints.get(Path(name).suffix.lower()):
         raise LoadingError(f"--model {name}: {hint}")
 

@@ -8,7 +8,7 @@ import yaml
 from rich.console import RenderableType
 
 from sparsebit.cli.inputs.calibrated_model import formats, planned
-from sparsebit.cli.inputs.loading import resolve
+from sparsebit.cli.inputs.loading import import_model
 from sparsebit.cli.option_groups import typed
 from sparsebit.cli.options import refuse
 from sparsebit.cli.outputs.output import Output, table
@@ -25,7 +25,7 @@ def check(asked: ConfigOptions, out: Output, recorded: Recording) -> None:
     given = [*typed(asked.net, ["model_args"]), *typed(asked, ["data"]), *typed(asked.net, ["weights"])]
     refuse({"needs --model": given and not model}, ", ".join(given))
     if model:
-        resolve(model, "--model")  # the module may register the observers and quantizers that the config names
+        import_model(model)  # the module may register the observers and quantizers that the config names
     qconfig = as_qconfig(config)
     record: dict[str, Any] = {"config": qconfig.to_dict(defaults=True)}
     shown: list[RenderableType] = []

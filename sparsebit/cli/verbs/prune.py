@@ -9,7 +9,7 @@ from sparsebit.cli.inputs.accuracy import Accuracy, Scores
 from sparsebit.cli.inputs.calibrated_model import load_subject
 from sparsebit.cli.inputs.data import Inputs, fitting
 from sparsebit.cli.inputs.first_batch import FirstBatch
-from sparsebit.cli.inputs.loading import load_net, resolve, weights_source
+from sparsebit.cli.inputs.loading import import_model, load_net, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import retyped
 from sparsebit.cli.options import refuse
@@ -190,7 +190,7 @@ def _removed_words(smodel: SparseModel) -> str:
 
 def _read_config(asked: PruneOptions) -> SparseConfig:
     """The config with the options applied; the model's module is imported first, as it may register criteria."""
-    resolve(asked.net.model, "--model")
+    import_model(asked.net.model)
     config = parse_sconfig({} if asked.config is None else asked.config)
     given = {"SPARSER.RATIO": asked.ratio, "SPARSER.STRATEGY": asked.strategy, "DEVICE": asked.device}
     for key, value in given.items():

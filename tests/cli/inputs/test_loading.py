@@ -46,8 +46,7 @@ class TestModel:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("model.onnx", "is an ONNX file, .* sparsebit audit and sparsebit check"),
-            ("dir/Model.ONNX", "is an ONNX file"),
+            ("dir/Model.ONNX", "--model .*no such file"),
             ("resnet.pt", "is a file of weights; give --weights resnet.pt"),
             ("resnet.safetensors", "is a file of weights"),
         ],

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -293,3 +294,19 @@ def test_a_placement_that_cannot_be(sparsebit: Sparsebit, project: Path, wanted:
 
 def test_a_name_that_is_only_the_ending_is_a_file() -> None:
     assert read_outputs([Path("out/.onnx"), Path("saved")]) == (Path("saved"), Path("out/.onnx"))
+
+
+def test_an_onnx_file_is_a_model(sparsebit: Sparsebit, project: Path) -> None:
+    """`--model` takes a float file; its layers have the names of the file."""
+    net = load_model("own_project:Net")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x, free = torch.randn(2, 3, 8, 8), ({0: "n"},)
+        torch.onnx.export(net, (x,), project / "net.onnx", dynamo=True, dynamic_shapes=free, verbose=False)
+    command = ["net.onnx" if word == "own_project:Net" else word for word in COMMAND]
+    answer = sparsebit(*command, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["weights"] == "those of the file net.onnx" and answer.json["output_sqnr_db"] > 25
+    (project / "broken.onnx").write_bytes(b"no protobuf")
+    refused = sparsebit(*["broken.onnx" if word == "net.onnx" else word for word in command])
+    assert refused.code != 0 and "--model broken.onnx is not an ONNX file" in refused.err, refused.err
