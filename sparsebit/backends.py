@@ -101,5 +101,15 @@ BACKENDS: dict[str, Backend] = {
             group_bits=frozenset({4}),
             whole_groups=True,
         ),
+        Backend(
+            "qnn",
+            weight=_rules(
+                {4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, per tensor or per channel"
+            ),
+            activation=_rules({8, 16}, {"tensor"}, _BOTH, "qnn runs 8- or 16-bit per-tensor activations"),
+            weight_only=_rules(
+                {4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, per tensor or per channel"
+            ),
+        ),
     )
 }

@@ -45,7 +45,7 @@ class RuntimeProfile:
     narrow_weights: bool = False
     apart: frozenset[Format] = frozenset()
     opset: int = 21
-    executes: Literal["onnxruntime", "openvino"] | None = None
+    executes: Literal["onnxruntime", "openvino", "qnn"] | None = None
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def recommended(self) -> dict[str, Any]:
@@ -64,6 +64,16 @@ _RELUS = frozenset({"relu", "relu6", "hardtanh"})
 _GATES = frozenset({"silu", "hardswish"})
 _SMOOTH = frozenset(
     {"sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}
+)
+
+# The ops that Hexagon's tensor processor (HTP) computes in integers from a quantize op to the next.
+_HTP = (
+    _LINEARS
+    | _POOLS
+    | _RELUS
+    | (_SMOOTH - {"mish"})
+    | {"conv", "conv_transpose", "add", "sub", "mul", "cat", "stack", "mean", "matmul", "bmm"}
+    | {"adaptive_max_pool", "upsample", "prelu", "softmax", "log_softmax", "layer_norm", "instance_norm"}
 )
 
 _FLOAT_ADDS = (
@@ -137,6 +147,17 @@ PROFILES: dict[str, RuntimeProfile] = {
             weight_widths=frozenset({4, 8}),
             opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
             costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "qnn",
+            inputs=_HTP,
+            outputs=_HTP,
+            absorbs=_RELUS,
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({4, 8}),
+            executes="qnn",
+            costs=MappingProxyType(_SCHEDULE_COSTS),
         ),
     )
 }

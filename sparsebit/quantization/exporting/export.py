@@ -22,6 +22,7 @@ from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
+from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
@@ -150,7 +151,9 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
     lay_out_linears(model)
     lay_out_pools(model)
     lay_out_pads(model)
-    if profile.executes is not None:
+    if profile.name == "qnn":
+        lay_out_for_htp(model)
+    elif profile.executes is not None:
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)
