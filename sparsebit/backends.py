@@ -103,12 +103,10 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             "qnn",
-            weight=_rules(
-                {4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, per tensor or per channel"
-            ),
+            weight=_rules({4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, no groups"),
             activation=_rules({8, 16}, {"tensor"}, _BOTH, "qnn runs 8- or 16-bit per-tensor activations"),
             weight_only=_rules(
-                {4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, per tensor or per channel"
+                set(), {"tensor", "channel"}, {True}, "qnn runs no integer weights with float activations"
             ),
         ),
     )

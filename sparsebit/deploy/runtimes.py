@@ -28,7 +28,8 @@ class RuntimeProfile:
     overflow). `apart`: formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into
     integer kernels that then reject the weight). `opset`: that of a file, unless the user or a type requires another.
     `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
-    nodes are executed one by one as defined. `costs`: `KEY=value` -> the consequence of setting it so.
+    nodes are executed one by one as defined. `simulated`: that runtime simulates the device: its time does not count.
+    `open_sizes`: its files may have free dimensions. `costs`: `KEY=value` -> the consequence of setting it so.
     """
 
     name: str
@@ -46,7 +47,14 @@ class RuntimeProfile:
     apart: frozenset[Format] = frozenset()
     opset: int = 21
     executes: Literal["onnxruntime", "openvino", "qnn"] | None = None
+    simulated: bool = False
+    open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def timed_in(self) -> str | None:
+        """The runtime here whose time counts; None: there is none."""
+        return None if self.simulated else self.executes
 
     def recommended(self) -> dict[str, Any]:
         """The config to start from when the user names only the backend."""
@@ -157,6 +165,8 @@ PROFILES: dict[str, RuntimeProfile] = {
             bias="int32",
             weight_widths=frozenset({4, 8}),
             executes="qnn",
+            simulated=True,
+            open_sizes=False,
             costs=MappingProxyType(_SCHEDULE_COSTS),
         ),
     )

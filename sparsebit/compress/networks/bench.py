@@ -126,7 +126,7 @@ class Bench:
 
 def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopwatch | None:
     """Times one sample with one thread, a whole batch of a file without open sizes; None if files do not run here."""
-    runtime = PROFILES[goal.target].executes
+    runtime = PROFILES[goal.target].timed_in
     if runtime is None:
         return None
     call = example.with_samples(1) if example.axes else example.call

@@ -11,7 +11,6 @@ output runs in half precision, if at all. So, measured in the simulator of onnxr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from sparsebit.deploy.exporting.qdq import BITS_KEY
@@ -155,5 +154,5 @@ def _dequantized(node: ir.Node) -> Any:
     zero_point = stored(node.inputs[2]) if len(node.inputs) > 2 else numpy.zeros(())
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     along = [-1 if dim == axis % codes.ndim else 1 for dim in range(codes.ndim)] if scale.size > 1 else ()
-    shifted = codes.astype("float32") - numpy.reshape(zero_point.astype("float32"), along if zero_point.size > 1 else ())
-    return shifted * numpy.reshape(scale, along)
+    shift = numpy.reshape(zero_point.astype("float32"), along if zero_point.size > 1 else ())
+    return (codes.astype("float32") - shift) * numpy.reshape(scale, along)

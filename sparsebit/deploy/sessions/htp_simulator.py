@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from sparsebit.errors import DeploymentError, MissingExtraError
 
@@ -47,7 +47,7 @@ class HtpNode:
 
 
 def open_on_htp(
-    source: Union[str, bytes], settings: Any, options: Mapping[str, str], name: str
+    source: str | bytes, settings: Any, options: Mapping[str, str], name: str
 ) -> tuple[Any, tuple[HtpNode, ...]]:
     """An `onnxruntime.InferenceSession`, and the graph that the HTP executes.
 

@@ -89,8 +89,8 @@ def open_session(
 
     `num_threads`: 0 lets the runtime choose. `optimize=False`: every node runs as it is written, which makes a QDQ
     file its own simulation (ONNX Runtime only). `optimized_file`: path to which ONNX Runtime writes the graph that it
-    executes. `options`: the runtime's own (session config entries; OpenVINO's or QNN's options). `profile_prefix`: ONNX Runtime
-    times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    executes. `options`: the runtime's own (session config entries; options of OpenVINO or QNN). `profile_prefix`: ONNX
+    Runtime times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
     """
     if not isinstance(file, bytes):
         need_file(file)

@@ -22,8 +22,8 @@ from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
-from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
+from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
 from sparsebit.deploy.layouts.pool_layout import lay_out_pools
@@ -123,6 +123,12 @@ def build_onnx(
 def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
     """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
+    if options.dynamic_axes and not profile.open_sizes:
+        given = ", ".join(options.dynamic_axes)
+        raise DeploymentError(
+            f"export_onnx: dynamic_axes of {given}: files for {profile.name} have fixed sizes; leave dynamic_axes out "
+            "(--dynamic-batch) and give an example of the size in use"
+        )
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
     if state := state_between_calls(qmodel, (args, kwargs)):
