@@ -109,5 +109,13 @@ BACKENDS: dict[str, Backend] = {
                 set(), {"tensor", "channel"}, {True}, "qnn runs no integer weights with float activations"
             ),
         ),
+        Backend(
+            "executorch",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "executorch runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights with float activations"
+            ),
+        ),
     )
 }

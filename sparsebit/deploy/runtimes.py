@@ -27,6 +27,7 @@ class RuntimeProfile:
     use the code -128 (ONNX Runtime's depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128
     overflow). `apart`: formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into
     integer kernels that then reject the weight). `opset`: that of a file, unless the user or a type requires another.
+    `ending`: that of a file: programs of `torch.export` are written for runtimes whose files are not `.onnx`.
     `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
     nodes are executed one by one as defined. `simulated`: that runtime simulates the device: its time does not count.
     `open_sizes`: its files may have free dimensions. `costs`: `KEY=value` -> the consequence of setting it so.
@@ -46,7 +47,8 @@ class RuntimeProfile:
     narrow_weights: bool = False
     apart: frozenset[Format] = frozenset()
     opset: int = 21
-    executes: Literal["onnxruntime", "openvino", "qnn"] | None = None
+    ending: str = ".onnx"
+    executes: Literal["onnxruntime", "openvino", "executorch", "qnn"] | None = None
     simulated: bool = False
     open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -168,6 +170,22 @@ PROFILES: dict[str, RuntimeProfile] = {
             simulated=True,
             open_sizes=False,
             costs=MappingProxyType(_SCHEDULE_COSTS),
+        ),
+        RuntimeProfile(
+            "executorch",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            # XNNPACK's integer layers write integers: one whose result stays float would run in float.
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".pte",
+            executes="executorch",
+            costs=MappingProxyType(_CONVERTED_COSTS),
         ),
     )
 }

@@ -16,7 +16,8 @@ from sparsebit.deploy.audit.onnxruntime_graph import Execution, Kernel
 from sparsebit.deploy.onnx_graph.fusion_site import is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
 from sparsebit.deploy.sessions.htp_simulator import HtpNode
-from sparsebit.deploy.sessions.runtime_sessions import Qnn, Session
+from sparsebit.deploy.sessions.runtime_sessions import Qnn
+from sparsebit.deploy.sessions.session import Session
 
 _TOKEN = re.compile(r"_token_\d+$")  # of nodes in another memory layout
 _CONVERSIONS = ("Quantize", "Dequantize", "Convert")
