@@ -117,5 +117,13 @@ BACKENDS: dict[str, Backend] = {
                 {8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights with float activations"
             ),
         ),
+        Backend(
+            "litert",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "litert runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights with float activations"
+            ),
+        ),
     )
 }
