@@ -125,5 +125,13 @@ BACKENDS: dict[str, Backend] = {
                 {8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights with float activations"
             ),
         ),
+        Backend(
+            "coreml",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "coreml runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights with float activations"
+            ),
+        ),
     )
 }

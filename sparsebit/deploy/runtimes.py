@@ -203,5 +203,19 @@ PROFILES: dict[str, RuntimeProfile] = {
             open_sizes=False,
             costs=MappingProxyType(_CONVERTED_COSTS),
         ),
+        RuntimeProfile(
+            "coreml",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".mlpackage",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
     )
 }

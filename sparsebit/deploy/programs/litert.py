@@ -6,14 +6,9 @@ of the program, since its floats are on the grid. It is loaded by `litert-torch`
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import re
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +18,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from sparsebit.deploy.exporting.export_errors import hides_interrupt, quiet
+from sparsebit.deploy.exporting.export_errors import hides_interrupt
 from sparsebit.deploy.programs.program_target import ProgramTarget
+from sparsebit.deploy.programs.quiet_conversion import quiet_conversion
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
 from sparsebit.deploy.sessions.litert_session import Operator, operators, with_facts
-from sparsebit.deploy.sessions.native_output import native_output_read
 from sparsebit.deploy.sessions.program_facts import ProgramFacts
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import LayerRun
@@ -45,7 +40,7 @@ _HEAVY = {
 }
 _LIGHT = frozenset({"ADD", "SUB", "MUL", "MEAN", "CONCATENATION", "MAX_POOL_2D", "AVERAGE_POOL_2D", "SOFTMAX"})
 _CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
-_PATH = re.compile(r"/[\w.]*?\.[A-Za-z0-9]+_([\w.]+)")  # `/torch.nn.modules.conv.Conv2d_conv1`
+_PATH = re.compile(r"(?:^|/)(?:\w+\.)*[A-Za-z0-9]+_([\w.]+)")  # `/torch.nn.modules.conv.Conv2d_conv1`
 
 
 def write_tflite(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None:
@@ -53,7 +48,7 @@ def write_tflite(program: ExportedProgram, facts: ProgramFacts, path: Path) -> N
     module: Any = program.module()
     _quantize_stored(module)
     args, _ = program.example_inputs or ((), {})
-    with _quietly() as read:
+    with quiet_conversion() as read:
         import litert_torch
         from litert_torch.quantize.quant_config import QuantConfig
 
@@ -122,20 +117,6 @@ def _layer_name(value: str) -> str:
     """`…/…QuantModel_qmodel/….Conv2d_conv1;1` -> `conv1`: the converter names values after the module's path."""
     _, _, inner = value.partition("QuantModel_")
     return ".".join(name for name in _PATH.findall(inner.partition(";")[0]) if name not in ("op", "qmodel"))
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[Any]:
-    """Inside, the converter prints and logs nothing; the function returns what its native code wrote."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with quiet(), warnings.catch_warnings(), native_output_read() as read:
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                yield read
-    finally:
-        logging.disable(before)
 
 
 LITERT = ProgramTarget(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparsebit.deploy.programs.coreml import COREML
 from sparsebit.deploy.programs.executorch import EXECUTORCH
 from sparsebit.deploy.programs.litert import LITERT
 from sparsebit.deploy.programs.program_target import ProgramTarget
 
-TARGETS: dict[str, ProgramTarget] = {target.name: target for target in (EXECUTORCH, LITERT)}
+TARGETS: dict[str, ProgramTarget] = {target.name: target for target in (EXECUTORCH, LITERT, COREML)}
 
 
 def target_of(path: Path) -> ProgramTarget | None:
