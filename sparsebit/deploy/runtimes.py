@@ -47,7 +47,7 @@ class RuntimeProfile:
     apart: frozenset[Format] = frozenset()
     opset: int = 21
     ending: str = ".onnx"
-    executes: Literal["onnxruntime", "openvino", "executorch"] | None = None
+    executes: Literal["onnxruntime", "openvino", "executorch", "aot_inductor"] | None = None
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def recommended(self) -> dict[str, Any]:
@@ -155,6 +155,17 @@ PROFILES: dict[str, RuntimeProfile] = {
             ending=".pte",
             executes="executorch",
             costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "aot_inductor",
+            inputs=frozenset({"linear"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            ending=".pt2",
+            executes="aot_inductor",
+            costs=MappingProxyType(
+                {"SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops"},
+            ),
         ),
     )
 }

@@ -16,12 +16,16 @@ from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.deploy.sessions.executorch_session import ExecuTorchSession
+from sparsebit.deploy.sessions.inductor_session import InductorSession
 from sparsebit.deploy.sessions.session import File, Session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 RUNTIMES = ("onnxruntime", "openvino")  # of ONNX files
 # Runtimes of compiled programs: a file (or its bytes) and a number of threads -> the session.
-PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {"executorch": ExecuTorchSession}
+PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {
+    "executorch": ExecuTorchSession,
+    "aot_inductor": InductorSession,
+}
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {
@@ -77,7 +81,7 @@ def check_runtime(runtime: str) -> None:
 
 def require_runtime(runtime: str) -> None:
     """Raise, before any work, if a runtime's package is not installed."""
-    if importlib.util.find_spec(runtime) is None:
+    if runtime != "aot_inductor" and importlib.util.find_spec(runtime) is None:  # which is a part of torch
         raise _missing(runtime)
 
 
@@ -95,7 +99,7 @@ def _missing(runtime: str) -> MissingExtraError:
 
 def runtime_version(runtime: str) -> str:
     """The installed version of a runtime's package."""
-    return metadata.version(runtime)
+    return metadata.version("torch" if runtime == "aot_inductor" else runtime)
 
 
 class _OnnxRuntime(Session):
