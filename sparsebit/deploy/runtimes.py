@@ -48,7 +48,7 @@ class RuntimeProfile:
     apart: frozenset[Format] = frozenset()
     opset: int = 21
     ending: str = ".onnx"
-    executes: Literal["onnxruntime", "openvino", "executorch", "qnn", "litert"] | None = None
+    executes: Literal["onnxruntime", "openvino", "executorch", "aot_inductor", "qnn", "litert"] | None = None
     simulated: bool = False
     open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -216,6 +216,17 @@ PROFILES: dict[str, RuntimeProfile] = {
             ending=".mlpackage",
             open_sizes=False,
             costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "aot_inductor",
+            inputs=frozenset({"linear"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            ending=".pt2",
+            executes="aot_inductor",
+            costs=MappingProxyType(
+                {"SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops"},
+            ),
         ),
     )
 }
