@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 (the import defines the operators)
 from torch.export import ExportedProgram
 
 from sparsebit.deploy.exporting.export_errors import hides_interrupt
