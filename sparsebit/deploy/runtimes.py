@@ -189,7 +189,7 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "litert",
-            # Without cat: LiteRT reads all its inputs on the grid of one of them (measured: 20 dB off).
+            # Without cat: its converter takes all inputs to be on one grid.
             inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul"})
             | frozenset({"max_pool", "adaptive_avg_pool"}),
             conv_fed=frozenset({"add", "mul", "max_pool", "adaptive_avg_pool"}),
