@@ -9,26 +9,31 @@ from typing import Any
 import torch
 from torch import fx
 
-# Importing the modules of rows fills the table.
-from sparsebit.deploy.loading import (
-    activation_rows,
-    arithmetic_rows,
-    layer_rows,
-    moving_rows,
-    recurrent_rows,
-    resize_rows,
+from sparsebit.deploy.loading.building.call import Call, tensor_of
+from sparsebit.deploy.loading.building.graph_builder import GraphBuilder
+from sparsebit.deploy.loading.building.moved_numbers import moved_numbers, moves_numbers
+from sparsebit.deploy.loading.building.operator_table import row_for
+from sparsebit.deploy.loading.building.values import Value, is_constant
+
+# Importing these modules fills the table of operators.
+from sparsebit.deploy.loading.operators import (  # noqa: F401
+    activations,
+    arithmetic,
+    constants,
+    convolutions,
+    indexing,
+    moving,
+    norms,
+    pools,
+    products,
+    recurrent,
+    reductions,
+    resizing,
+    shapes,
 )
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.graph_builder import GraphBuilder
-from sparsebit.deploy.loading.moved_numbers import moved_numbers, moves_numbers
-from sparsebit.deploy.loading.moving_rows import tensor_of
-from sparsebit.deploy.loading.operator_table import row_for
-from sparsebit.deploy.loading.values import Value, is_constant
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
-
-ROW_MODULES = (activation_rows, arithmetic_rows, layer_rows, moving_rows, recurrent_rows, resize_rows)
 
 
 def build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphModule:

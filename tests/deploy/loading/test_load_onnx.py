@@ -190,9 +190,9 @@ def test_a_computed_weight_is_a_parameter(tmp_path: Path) -> None:
 
 def test_a_difference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(made([node("Relu", "x")], {}, shape=["n", 4]), tmp_path / "made.onnx")
-    from sparsebit.deploy.loading import activation_rows
+    from sparsebit.deploy.loading.operators import activations
 
-    monkeypatch.setitem(activation_rows._PLAIN, "Relu", torch.sigmoid)
+    monkeypatch.setitem(activations._PLAIN, "Relu", torch.sigmoid)
     with pytest.raises(DeploymentError, match=r"output y differs from ONNX Runtime's by .* of its range"):
         load_onnx(tmp_path / "made.onnx")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.deploy.loading.operator_table import OPERATORS
+from sparsebit.deploy.loading.building.operator_table import OPERATORS
 from tests.deploy.loading.test_load_onnx import loaded, made, node
 
 IMAGE, ROWS = ["n", 4, 6, 8], ["n", 6]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Value, example_of, is_constant
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import Value, example_of, is_constant
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "HardSwish": F.hardswish, "Mish": F.mish,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.deploy.loading.graph_builder import LARGEST_RESULT, GraphBuilder
-from sparsebit.deploy.loading.values import Number, Value, example_of, is_constant, rank
-from sparsebit.deploy.onnx_graph.packages import onnx
+from sparsebit.deploy.loading.building.graph_builder import LARGEST_RESULT, GraphBuilder
+from sparsebit.deploy.loading.building.values import Number, Value, example_of, is_constant, rank
+from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.errors import DeploymentError
 
 
@@ -89,3 +89,11 @@ def torch_type(number: int, call: Call) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise call.refusal(f"the element type {name or number} has no counterpart in torch")
     return dtype
+
+
+def tensor_of(stored: Any) -> Tensor:
+    """A TensorProto as a tensor."""
+    array = onnx.numpy_helper.to_array(stored)
+    if str(array.dtype) == "bfloat16":
+        return torch.from_numpy(array.astype(numpy.float32)).to(torch.bfloat16)
+    return torch.from_numpy(numpy.array(array))  # a copy that may be written to; of rank 0 too

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.deploy.loading.layer_names import as_path, layer_path
-from sparsebit.deploy.loading.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
+from sparsebit.deploy.loading.building.layer_names import as_path, layer_path
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
 from sparsebit.errors import DeploymentError
 
 # Larger float constants are masks (-1e4, -3.4e38), not weights that training may change.

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Number, Numbers, Value, example_of
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of
 from sparsebit.deploy.onnx_graph.packages import numpy
 
 # The names of torch's modes, by the number of axes that are resized.
