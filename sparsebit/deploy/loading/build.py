@@ -97,9 +97,18 @@ def _named(name: str, kind: str) -> Iterator[None]:
 
 
 def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
-    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them."""
+    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them.
+
+    What the file says of other values is not read: after an input was made dynamic by hand it is often out of date.
+    """
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]
+    for entry in bare.graph.output:
+        entry.type.tensor_type.ClearField("shape")
+    model = bare
     with contextlib.suppress(Exception):  # it is a help only; files beyond 2 GB cannot be inferred
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        model = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     found: dict[str, tuple[int | None, ...]] = {}
     for entry in [*model.graph.input, *model.graph.value_info, *model.graph.output]:
         if entry.type.HasField("tensor_type") and entry.type.tensor_type.HasField("shape"):

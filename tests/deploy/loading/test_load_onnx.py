@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.deploy.loading.load_onnx import difference, load_onnx
+from sparsebit.deploy.loading.compare import difference
+from sparsebit.deploy.loading.load_onnx import load_onnx
 from sparsebit.errors import DeploymentError
 from sparsebit.sparse import SparseModel
 from tests.parameters import first_fast

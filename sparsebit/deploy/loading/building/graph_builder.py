@@ -6,6 +6,7 @@ found at the node that makes it.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,9 @@ class GraphBuilder(fx.Tracer):
 
     def input(self, name: str, example: Tensor) -> fx.Proxy:
         """A placeholder."""
-        proxy = self.create_proxy("placeholder", self._unique(as_path(name).replace(".", "_"), alone=True), (), {})
+        word = as_path(name).replace(".", "_")
+        word = f"_{word}" if keyword.iskeyword(word) or not word.isidentifier() else word
+        proxy = self.create_proxy("placeholder", self._unique(word, alone=True), (), {})
         proxy.__dict__["example"] = example
         return proxy
 

@@ -124,10 +124,10 @@ def _flat_softmax(call: Call) -> Value:
     """Before opset 13 all axes from `axis` on are one."""
     value, axis = call.inputs[0], call.axis(call.attribute("axis", 1))
     function = F.softmax if call.node.op_type == "Softmax" else F.log_softmax
-    if all(size == 1 for size in example_of(value).shape[axis + 1 :]):
+    if all(call.fixed_size(place) == 1 for place in range(axis + 1, call.rank())):
         return call.emit(function, value, dim=axis)
     flat = call.emit(torch.flatten, value, axis)
-    sizes = [call.graph.size(value, place) for place in range(axis, call.rank())]
+    sizes = [call.size(place) for place in range(axis, call.rank())]
     return call.emit(torch.unflatten, call.emit(function, flat, dim=axis), axis, tuple(sizes))
 
 

@@ -42,6 +42,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
 # Of Python numbers; torch's operators above are those of tensors.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "Add": python.add, "Sub": python.sub, "Mul": python.mul, "Neg": python.neg, "Sqrt": math.sqrt,
+    "Floor": math.floor, "Ceil": math.ceil,
 }  # fmt: skip
 
 _MOST_NUMBERS = 64  # of a vector of sizes; tables of constants are tensors
@@ -90,10 +91,36 @@ def _div(call: Call) -> Value:
     left, right = call.inputs
     is_float = all(example_of(value).dtype.is_floating_point for value in (left, right))
     if _are_numbers(left, right):
-        return _of_numbers(call, python.truediv if is_float else python.floordiv, left, right)
+        if is_float:
+            return _of_numbers(call, python.truediv, left, right)
+        return elementwise(lambda one, other: _quotient(call, one, other), left, right)
     if is_float:
         return call.emit(torch.div, _scalar(left, right), _scalar(right, left))
     return call.emit(torch.div, left, right, rounding_mode="trunc")
+
+
+def _quotient(call: Call, left: Number, right: Number) -> Number:
+    """The integer quotient, rounded to zero as ONNX does; Python rounds down."""
+    if _is_never_negative(left) and _is_never_negative(right):
+        return call.number(python.floordiv, left, right)
+    size = call.number(python.floordiv, call.number(abs, left), call.number(abs, right))
+    is_negative = call.number(python.lt, call.number(python.mul, left, right), 0)
+    return call.number(python.mul, size, call.number(python.sub, 1, call.number(python.mul, 2, is_negative)))
+
+
+def _is_never_negative(item: Number) -> bool:
+    """Whether it is a size, or a sum, product or quotient of sizes and numbers from 0 on."""
+    if not isinstance(item, fx.Proxy):
+        return bool(item >= 0)
+    return _is_size(item.node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target == "size"
+    return node.target in (python.add, python.mul, python.floordiv) and all(
+        _is_size(arg) if isinstance(arg, fx.Node) else isinstance(arg, int) and arg >= 0 for arg in node.args
+    )
 
 
 @operator("Mod")
@@ -202,11 +229,7 @@ def _are_numbers(*values: Value) -> bool:
 
 def _of_numbers(call: Call, function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:
     """The function of each element, as nodes of Python arithmetic."""
-
-    def apply(*items: Number) -> Number:
-        return call.emit(function, *items) if any(isinstance(i, fx.Proxy) for i in items) else function(*items)
-
-    return elementwise(apply, *values)
+    return elementwise(lambda *items: call.number(function, *items), *values)
 
 
 def _scalar(value: Value, other: Value) -> Value:

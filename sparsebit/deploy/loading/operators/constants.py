@@ -53,6 +53,8 @@ def _eye_like(call: Call) -> Value:
     value = call.inputs[0]
     number = call.attribute("dtype")
     dtype = example_of(value).dtype if number is None else torch_type(number, call)
-    rows, columns = example_of(value).shape
+    rows, columns = (call.fixed_size(axis) for axis in range(2))
+    if rows is None or columns is None:
+        raise call.refusal("a unit matrix of a size that the file leaves open has no rule")
     offset = call.attribute("k", 0)
     return torch.diag(torch.ones(max(rows, columns) + abs(offset), dtype=dtype), offset)[:rows, :columns]

@@ -30,9 +30,10 @@ def _gather(call: Call) -> Value:
         return call.emit(torch.select, value, axis, int(index))
     if isinstance(index, Numbers) and not index.shape:
         return call.emit(torch.select, value, axis, index.items[0])
-    if is_constant(index) and index.ndim == 1:
-        size = example_of(value).shape[axis]
-        return call.emit(torch.index_select, value, axis, torch.where(index < 0, index + size, index))
+    size = call.fixed_size(axis)
+    if is_constant(index) and index.ndim == 1 and (size is not None or not (index < 0).any()):
+        index = index if size is None else torch.where(index < 0, index + size, index)
+        return call.emit(torch.index_select, value, axis, index)
     index = call.method("to", call.graph.tensor(index), torch.int64)
     return call.emit(python.getitem, value, (*[slice(None)] * axis, index))
 
@@ -40,15 +41,15 @@ def _gather(call: Call) -> Value:
 @operator("GatherElements")
 def _gather_elements(call: Call) -> Value:
     axis = call.axis(call.attribute("axis", 0))
-    return call.emit(torch.gather, call.inputs[0], axis, _from_front(call, call.inputs[0], call.inputs[1], axis))
+    return call.emit(torch.gather, call.inputs[0], axis, _from_front(call, call.inputs[1], axis))
 
 
-def _from_front(call: Call, value: Value, index: Value, axis: int) -> Value:
-    """Indices counted from the front: ONNX allows negative ones, and torch.gather does not."""
+def _from_front(call: Call, index: Value, axis: int) -> Value:
+    """Constant indices counted from the front: ONNX allows negative ones; for others torch.gather raises."""
     index = call.method("to", index, torch.int64)
-    if is_constant(index):
-        return torch.where(index < 0, index + example_of(value).shape[axis], index)
-    return index
+    if not is_constant(index) or not (index < 0).any():
+        return index
+    return call.emit(torch.where, index < 0, call.emit(torch.add, index, call.size(axis)), index)
 
 
 @operator("GatherND")
@@ -62,8 +63,8 @@ def _gather_nd(call: Call) -> Value:
     sizes = example_of(index).shape
     places = []
     for axis in range(batch):
-        steps = torch.arange(sizes[axis]).reshape([-1 if a == axis else 1 for a in range(len(sizes) - 1)])
-        places.append(steps)
+        steps = call.emit(torch.arange, call.size(axis))
+        places.append(call.method("reshape", steps, [-1 if a == axis else 1 for a in range(len(sizes) - 1)]))
     return call.emit(python.getitem, value, (*places, *parts))
 
 
@@ -85,7 +86,7 @@ def _scatter_elements(call: Call) -> Value:
     value, index, updates = call.inputs
     axis = call.axis(call.attribute("axis", 0))
     reduction = call.attribute("reduction", "none")
-    index = _from_front(call, value, index, axis)
+    index = _from_front(call, index, axis)
     if reduction == "none":
         return call.emit(torch.scatter, value, axis, index, updates)
     names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}

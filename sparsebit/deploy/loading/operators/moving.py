@@ -26,7 +26,7 @@ def _transpose(call: Call) -> Value:
 
 @operator("Concat")
 def _concat(call: Call) -> Value:
-    parts = [value for value in call.inputs if tuple(example_of(value).shape) != (0,)] or list(call.inputs[:1])
+    parts = [v for v in call.inputs if not (is_constant(v) and tuple(v.shape) == (0,))] or list(call.inputs[:1])
     return parts[0] if len(parts) == 1 else call.emit(torch.cat, parts, call.attribute("axis"))
 
 
@@ -36,7 +36,10 @@ def _split(call: Call) -> list[Value]:
     sizes = call.setting("split", 1)
     count = len(call.node.output)
     if sizes is None:
-        length = example_of(value).shape[axis]
+        length = call.fixed_size(axis)
+        if length is None:
+            found = call.emit(torch.chunk, value, count, axis)
+            return [call.emit(python.getitem, found, place) for place in range(count)]
         each = -(-length // count)
         sizes = [min(each, length - place * each) for place in range(count)]
     found = call.emit(torch.split, value, sizes, axis)
@@ -78,10 +81,15 @@ def _reversed(
     """A slice with a negative step: that of the flipped tensor."""
     if any(isinstance(one, fx.Proxy) for one in (start, end)):
         raise call.refusal("a negative step between ends that are computed at run time has no rule")
-    size = example_of(value).shape[axis]
-    first = min(start, size - 1) if start >= 0 else start + size
-    last = end if end >= 0 else max(end + size, -1)
-    return call.emit(torch.flip, value, (axis,)), size - 1 - first, size - 1 - last, -step
+    flipped = call.emit(torch.flip, value, (axis,))
+    if (start == -1 or start >= _LARGEST_INDEX) and end < -_LARGEST_INDEX:
+        return flipped, 0, _LARGEST_INDEX, -step
+    size = call.fixed_size(axis)
+    if size is None:
+        raise call.refusal("a negative step along an axis whose size the file leaves open has no rule")
+    first = min(max(start + size if start < 0 else start, 0), size - 1)
+    last = min(max(end + size if end < 0 else end, -1), size - 1)
+    return flipped, size - 1 - first, size - 1 - last, -step
 
 
 @operator("Tile")
@@ -141,32 +149,24 @@ def _depth_to_space(call: Call) -> Value:
     value, block = call.inputs[0], call.attribute("blocksize")
     if call.attribute("mode", "DCR") == "CRD":
         return call.emit(F.pixel_shuffle, value, block)
-    n, c, h, w = (call.graph.size(value, axis, call.node.input[0]) for axis in range(4))
+    n, c, h, w = (call.size(axis) for axis in range(4))
     channels = example_of(c) // block**2
     split = call.method("reshape", value, (n, block, block, channels, h, w))
     moved = call.method("permute", split, (0, 3, 4, 1, 5, 2))
-    high, wide = (_product(call, size, block) for size in (h, w))
+    high, wide = (call.number(python.mul, size, block) for size in (h, w))
     return call.method("reshape", moved, (n, channels, high, wide))
 
 
 @operator("SpaceToDepth")
 def _space_to_depth(call: Call) -> Value:
     value, block = call.inputs[0], call.attribute("blocksize")
-    n, _, h, w = (call.graph.size(value, axis, call.node.input[0]) for axis in range(4))
+    n, _, h, w = (call.size(axis) for axis in range(4))
     channels = example_of(value).shape[1]
-    high, wide = (_quotient(call, size, block) for size in (h, w))
+    high, wide = (call.number(python.floordiv, size, block) for size in (h, w))
     split = call.method("reshape", value, (n, channels, high, block, wide, block))
     return call.method(
         "reshape", call.method("permute", split, (0, 3, 5, 1, 2, 4)), (n, channels * block**2, high, wide)
     )
-
-
-def _product(call: Call, size: Number, factor: int) -> Number:
-    return call.emit(python.mul, size, factor) if isinstance(size, fx.Proxy) else size * factor
-
-
-def _quotient(call: Call, size: Number, factor: int) -> Number:
-    return call.emit(python.floordiv, size, factor) if isinstance(size, fx.Proxy) else size // factor
 
 
 @operator("Trilu")

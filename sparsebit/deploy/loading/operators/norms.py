@@ -17,7 +17,7 @@ _NORMS: dict[int, Any] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2
 
 @operator("BatchNormalization")
 def _batch_norm(call: Call) -> Value:
-    if call.attribute("training_mode", 0):
+    if call.attribute("training_mode", 0) or any(call.node.output[1:]):
         raise call.refusal("it was exported in training mode; export the model after model.eval()")
     value = call.inputs[0]
     eps, dims = call.attribute("epsilon", 1e-5), call.rank()
@@ -115,5 +115,7 @@ def _lrn(call: Call) -> Value:
 
 @operator("Dropout")
 def _dropout(call: Call) -> list[Value]:
-    """Off, as it is in every file for inference."""
+    mode = call.input(2)
+    if mode is not None and not (is_constant(mode) and not mode.any()):
+        raise call.refusal("it was exported in training mode; export the model after model.eval()")
     return [call.inputs[0], None]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from sparsebit.deploy.loading.building.call import Call
 from sparsebit.deploy.loading.building.operator_table import operator
-from sparsebit.deploy.loading.building.values import Value, example_of
-from sparsebit.deploy.loading.operators.windows import padded, window
+from sparsebit.deploy.loading.building.values import Value
+from sparsebit.deploy.loading.operators.windows import padded, padded_apart, window
 
 _MAX_POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -31,8 +31,7 @@ def _max_pool(call: Call) -> list[Value]:
     strides, dilations, pads = window(call, kernel)
     value, padding = padded(call, call.inputs[0], pads, -math.inf)
     if any(2 * pad > k for pad, k in zip(padding, kernel, strict=True)):  # more than torch allows
-        pairs = [pad for axis in reversed(range(len(kernel))) for pad in (pads[axis], pads[axis + len(kernel)])]
-        value, padding = call.emit(F.pad, call.inputs[0], pairs, value=-math.inf), (0,) * len(kernel)
+        value, padding = padded_apart(call, call.inputs[0], pads, -math.inf), (0,) * len(kernel)
     ceil = bool(call.attribute("ceil_mode", 0))
     return [call.emit(_MAX_POOLS[len(kernel)], value, tuple(kernel), strides, padding, dilations, ceil), None]
 
@@ -49,8 +48,8 @@ def _average_pool(call: Call) -> Value:
     found = call.emit(pool, value, *settings)
     if value is call.inputs[0] or counts_pads:
         return found
-    ones = torch.ones((1, 1, *example_of(call.inputs[0]).shape[2:]), dtype=example_of(value).dtype)
-    shares = pool(padded(call, ones, pads)[0], *settings)
+    ones = call.emit(torch.ones_like, call.inputs[0])
+    shares = call.emit(pool, padded(call, ones, pads)[0], *settings)
     return call.emit(torch.div, found, shares)
 
 

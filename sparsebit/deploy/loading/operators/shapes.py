@@ -23,8 +23,7 @@ def _shape(call: Call) -> Value:
 def _size(call: Call) -> Value:
     found: Number = 1
     for size in call.graph.sizes(call.graph.shape(call.inputs[0], call.node.input[0])):
-        is_known = not isinstance(found, fx.Proxy) and not isinstance(size, fx.Proxy)
-        found = found * size if is_known else call.emit(python.mul, found, size)
+        found = call.number(python.mul, found, size)
     return numbers([found], ())
 
 
@@ -35,7 +34,7 @@ def _reshape(call: Call) -> Value:
     if not call.attribute("allowzero", 0):
         for axis, size in enumerate(sizes):
             if not isinstance(size, fx.Proxy) and size == 0:
-                sizes[axis] = call.graph.size(value, axis, call.node.input[0])
+                sizes[axis] = call.size(axis)
     return call.method("reshape", value, tuple(sizes))
 
 
@@ -56,7 +55,10 @@ def _squeeze(call: Call) -> Value:
     value = call.inputs[0]
     axes = call.setting("axes", 1)
     if axes is None:
-        axes = [axis for axis, size in enumerate(example_of(value).shape) if size == 1]
+        fixed = [call.fixed_size(axis) for axis in range(call.rank())]
+        if None in fixed:  # an axis that is 1 at run time goes too
+            return call.emit(torch.squeeze, value)
+        axes = [axis for axis, size in enumerate(fixed) if size == 1]
     for axis in sorted((call.axis(axis) for axis in axes), reverse=True):
         value = call.emit(torch.squeeze, value, axis)
     return value
@@ -77,12 +79,12 @@ def _expand(call: Call) -> Value:
     own = list(example_of(value).shape)
     extra = len(wanted) - len(own)
     if extra < 0:
-        wanted, extra = [*own[:-extra], *wanted], 0
+        wanted, extra = [1] * -extra + wanted, 0
     call.limited(tuple(wanted))
     # ONNX broadcasts both ways: where the wanted size is 1 the tensor's own stays, which torch writes as -1.
     for axis, size in enumerate(own, extra):
-        if not isinstance(wanted[axis], fx.Proxy) and wanted[axis] in (1, size):
-            wanted[axis] = -1
+        if not isinstance(wanted[axis], fx.Proxy) and (wanted[axis] == 1 or wanted[axis] == size != 1):
+            wanted[axis] = -1 if wanted[axis] == 1 or call.fixed_size(axis - extra) else wanted[axis]
     if wanted == [-1] * len(own):
         return value
     return call.method("expand", value, tuple(wanted))
