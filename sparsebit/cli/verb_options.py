@@ -1,4 +1,8 @@
-"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`."""
+"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`.
+
+Groups that several verbs share are in `option_groups.py`. Fields become options in their order; those in
+`common` come first, without a heading. Importing this file must not load torch: `--help` would take seconds.
+"""
 
 from __future__ import annotations
 

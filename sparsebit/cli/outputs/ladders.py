@@ -1,4 +1,4 @@
-"""A search as it runs, a line for each step, and its table at the end."""
+"""The steps of a search: a line for each while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ladder_table(ladder: Ladder) -> Any:
 
 
 def cells(step: LadderStep) -> dict[str, str]:
-    """What the table says of a step, by column."""
+    """The cells of a step in the table, by column."""
     judged, cost = step.final or step.selection, step.cost
     loss = "" if judged is None else f"{judged.loss:.2f}" + ("" if judged.bound is None else f" ± {judged.bound:.2f}")
     return {

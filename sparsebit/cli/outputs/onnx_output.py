@@ -1,4 +1,9 @@
-"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before keeping it."""
+"""`--output model.onnx`: writes an ONNX file, compares it with the simulation before keeping it, and times it.
+
+`checked_file` raises before the long work for a name or a package that would fail later; `export` does the work;
+`Exported` holds the results and words them for the table, for `--json` and for a record. A file that differs from its
+simulation is not kept, unless `--no-check` is given.
+"""
 
 from __future__ import annotations
 
@@ -188,9 +193,9 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The exported call, and its dynamic axes."""
     batch, is_open = subject.first_batch, options.dynamic_batch
-    # torch.export would take one sample as a fixed size: use two if the number is open, the same twice if need be.
+    # torch.export treats a size of 1 as fixed, so two samples are used if the number is open (if need be, equal ones).
     call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(2 if is_open else 1)])
-    # Axis 0 of every input whose rows are samples.
+    # Axis 0 is open in every input whose rows are samples; inputs are matched by identity, as two may be equal.
     samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
     named = _named_inputs(subject, options.input_names)
     axes = {name: {0: _BATCH} for name, tensor in named.items() if id(tensor) in samples}
