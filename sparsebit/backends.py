@@ -101,5 +101,13 @@ BACKENDS: dict[str, Backend] = {
             group_bits=frozenset({4}),
             whole_groups=True,
         ),
+        Backend(
+            "executorch",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "executorch runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights with float activations"
+            ),
+        ),
     )
 }

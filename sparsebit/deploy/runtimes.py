@@ -27,6 +27,7 @@ class RuntimeProfile:
     use the code -128 (ONNX Runtime's depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128
     overflow). `apart`: formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into
     integer kernels that then reject the weight). `opset`: that of a file, unless the user or a type requires another.
+    `ending`: that of a file: programs of `torch.export` are written for runtimes whose files are not `.onnx`.
     `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
     nodes are executed one by one as defined. `costs`: `KEY=value` -> the consequence of setting it so.
     """
@@ -45,7 +46,8 @@ class RuntimeProfile:
     narrow_weights: bool = False
     apart: frozenset[Format] = frozenset()
     opset: int = 21
-    executes: Literal["onnxruntime", "openvino"] | None = None
+    ending: str = ".onnx"
+    executes: Literal["onnxruntime", "openvino", "executorch"] | None = None
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def recommended(self) -> dict[str, Any]:
@@ -136,6 +138,22 @@ PROFILES: dict[str, RuntimeProfile] = {
             activation_scheme="per-tensor-symmetric",
             weight_widths=frozenset({4, 8}),
             opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "executorch",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            # XNNPACK's integer layers write integers: one whose result stays float would run in float.
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".pte",
+            executes="executorch",
             costs=MappingProxyType(_CONVERTED_COSTS),
         ),
     )

@@ -29,7 +29,8 @@ from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.runtime_sessions import check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.deploy.sessions.timing import interleaved
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Audit, Latency, LayerRun

@@ -1,6 +1,6 @@
-"""A model file opened in ONNX Runtime or OpenVINO, with one interface for both: arrays by name in, arrays out.
+"""A model file opened in its runtime: an ONNX file in ONNX Runtime or OpenVINO, a program in the runtime it is for.
 
-Both run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
+All run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
 a subclass of `Session` and a row in `open_session`.
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
+from sparsebit.deploy.sessions.executorch_session import ExecuTorchSession
+from sparsebit.deploy.sessions.session import File, Session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
-File = Union[str, "os.PathLike[str]", bytes]
-RUNTIMES = ("onnxruntime", "openvino")
+RUNTIMES = ("onnxruntime", "openvino")  # of ONNX files
+# Runtimes of compiled programs: a file (or its bytes) and a number of threads -> the session.
+PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {"executorch": ExecuTorchSession}
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {
@@ -39,36 +40,6 @@ _PLAIN_ADVICE = (
 )
 
 
-class Session(ABC):
-    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
-
-    `input_shapes[name]`, `output_shapes[name]`: None for a free dimension.
-    """
-
-    runtime: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    input_types: dict[str, str]
-    input_shapes: dict[str, tuple[int | None, ...]]
-    output_shapes: dict[str, tuple[int | None, ...]]
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of samples of a call: the first dimension that the inputs share; None if it is free.
-
-        If they differ in it (a mask or a table next to the samples), the samples are the rows of the first output
-        that has as many rows as one of the inputs; if no output has, the number is unknown, and None too.
-        """
-        sizes = [shape[0] for shape in self.input_shapes.values() if shape]
-        if len(set(sizes)) <= 1:
-            return next(iter(sizes), None)
-        return next((shape[0] for shape in self.output_shapes.values() if shape and shape[0] in sizes), None)
-
-    @abstractmethod
-    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """One call; the outputs as numpy arrays, in order."""
-
-
 def open_session(
     file: File,
     runtime: str = "onnxruntime",
@@ -85,19 +56,23 @@ def open_session(
     file its own simulation (ONNX Runtime only). `optimized_file`: path to which ONNX Runtime writes the graph that it
     executes. `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime
     times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    A program of another runtime (`executorch`) has none of the last four.
     """
     if not isinstance(file, bytes):
         need_file(file)
     if runtime == "onnxruntime":
         return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
     check_runtime(runtime)
+    if runtime in PROGRAM_SESSIONS:
+        return PROGRAM_SESSIONS[runtime](file, num_threads)
     return _OpenVino(file, num_threads, options or {})
 
 
 def check_runtime(runtime: str) -> None:
     """Raise for an unknown runtime."""
-    if runtime not in RUNTIMES:
-        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+    allowed = (*RUNTIMES, *PROGRAM_SESSIONS)
+    if runtime not in allowed:
+        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(allowed)}")
 
 
 def require_runtime(runtime: str) -> None:
@@ -114,7 +89,8 @@ def _imported(runtime: str) -> Any:
 
 
 def _missing(runtime: str) -> MissingExtraError:
-    return MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
+    purpose = "running a compiled program" if runtime in PROGRAM_SESSIONS else "running an ONNX file"
+    return MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, purpose)
 
 
 def runtime_version(runtime: str) -> str:

@@ -83,6 +83,7 @@ def export_onnx(
     """
     require_whole(qmodel, "export_onnx")
     check_ready(qmodel, "export_onnx")
+    require_onnx(qmodel.config.BACKEND)
     target = checked_path(name)
     if check is not None:
         require_runtime(PROFILES[qmodel.config.BACKEND].executes or "onnxruntime")
@@ -103,6 +104,15 @@ def export_onnx(
             with staged(extra) as path:
                 write(model, path)
     return parity
+
+
+def require_onnx(backend: str) -> None:
+    """Raise for a backend whose files are programs."""
+    if (ending := PROFILES[backend].ending) != ".onnx":
+        raise DeploymentError(
+            f'BACKEND: {backend} has {ending} files: write it with qmodel.export("model{ending}", batch), or quantize '
+            "with a BACKEND of ONNX files"
+        )
 
 
 @phase(EXPORT)

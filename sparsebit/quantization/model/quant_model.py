@@ -27,7 +27,7 @@ from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
 from sparsebit.quantization.calibrating.calibration import Calibrator
-from sparsebit.quantization.exporting import export, export_checks, program
+from sparsebit.quantization.exporting import export, export_checks, export_file, program
 from sparsebit.quantization.faithful import gradient_check
 from sparsebit.quantization.faithful.first_calls import FirstCalls
 from sparsebit.quantization.faithful.proof import Proof, Verify
@@ -280,3 +280,4 @@ class QuantModel(SimulatedModel):
     export_onnx = export.export_onnx
     export_program = program.export_program
     check_onnx = export_checks.check_onnx
+    export = export_file.export
