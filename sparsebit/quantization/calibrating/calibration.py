@@ -1,4 +1,7 @@
-"""`Calibrator`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them."""
+"""`Calibrator`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them.
+
+It holds the state between `prepare_calibration` and `calc_qparams`: a `CalibrationRunner`, which does the work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Calibrator:
-    """Between `prepare` and `calc_qparams` there is a `runner`, which observes every forward."""
+    """`runner` observes every forward between `prepare` and `calc_qparams`; otherwise it is None."""
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
         self.qmodel, self.proof = qmodel, proof
@@ -90,7 +93,7 @@ class Calibrator:
             log.info("%d quantizers never saw a float tensor and stay off: %s", len(unseen), ", ".join(unseen))
 
     def init_qat(self, *, follow_ranges: bool) -> None:
-        """First scales, and everything switched on; see `QuantModel.init_QAT`."""
+        """Compute initial scales and switch all quantizers on; see `QuantModel.init_QAT`."""
         quantizers = self.qmodel.quantizers()
         if follow_ranges and all(quantizer.learns_numbers or quantizer.fake_fused for quantizer in quantizers):
             raise ConfigError("init_QAT(follow_ranges=True): all learn their numbers, none would follow its data")
