@@ -54,7 +54,7 @@ Blocks = Sequence[str] | Literal["layers", "network"] | None
 
 @dataclass(frozen=True)
 class FloatRun:
-    """What an algorithm needs to run the float model before the first block is visited.
+    """The means for an algorithm to run the float model before the first block is visited.
 
     `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes the same as in
     the float model.

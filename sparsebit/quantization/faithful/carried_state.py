@@ -44,7 +44,7 @@ class BuiltState:
         new = BuiltState(original, source)
         for path, name in self.changes():
             if path in new.states:
-                new.states[path].prints[name] = _MISSING  # equal to no value's fingerprint
+                new.states[path].fingerprints[name] = _MISSING  # equal to no value's fingerprint
         return new
 
     def changes(self) -> dict[tuple[str, str], Any]:
@@ -100,7 +100,7 @@ def twin_at(source: nn.Module, path: str) -> nn.Module | None:
             return None
         module = module._modules.get(name)
         while isinstance(module, StandIn):
-            module = module._stands_for()
+            module = module._replaced_module()
     return module
 
 

@@ -2,10 +2,10 @@
 
 Tracing cannot be right for all Python code, so no graph is trusted without a comparison on real data. `proved` runs the
 original and the copy (quantization off) on the same inputs, random numbers and state. If they differ, `cut` lets the
-smallest wrong modules run their own code, and the comparison starts again, at most `ATTEMPTS` times. What cannot be
-settled is a sentence in `qmodel.unproved`, which coverage reports.
+smallest wrong modules run their own code, and the comparison starts again, at most `ATTEMPTS` times. If that does
+not settle it, `qmodel.unproved` says why, and coverage reports it.
 
-Differences that are no fault of the graph are recognized in `is_harmless` (state of earlier calls, amplified rounding)
+Differences that are not the graph's fault are recognized in `is_harmless` (state of earlier calls, amplified rounding)
 and by running the original twice (code that is not deterministic). Comparing must not change anything: inputs, random
 numbers, and, with `keep_state`, buffers and attributes are restored.
 """

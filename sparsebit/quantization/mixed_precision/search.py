@@ -165,7 +165,7 @@ def pareto_curve(
 
 
 class _Search:
-    """What the integer programs of all limits share: facts about sites, scores, candidate bits and ties."""
+    """Facts about sites, scores, candidate bits and ties, which the integer programs of all limits share."""
 
     def __init__(
         self, qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], scores: Scores, ties: Ties, time_limit: float

@@ -20,7 +20,7 @@ _NO_GRID = 100  # from 2^100, or 1e30, ranges and sums overflow float32: no gap 
 
 @dataclass(frozen=True)
 class Apart:
-    """What a gap separates: numbers of at least `smallest`, and all others, which are below `others`."""
+    """Two sides of a gap: numbers of at least `smallest`, and all others, which are below `others`."""
 
     smallest: float
     others: float

@@ -91,7 +91,7 @@ class QuantOpr(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*self.quantize_input(args, kwargs), **kwargs)
 
-    def _stands_for(self) -> nn.Module | None:
+    def _replaced_module(self) -> nn.Module | None:
         op: nn.Module | None = self.__dict__.get("_modules", {}).get("op")
         return op
 

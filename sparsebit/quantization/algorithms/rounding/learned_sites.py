@@ -1,4 +1,4 @@
-"""What a reconstruction learns at each quantizer: the rounding and scale of a weight, the step size of an activation.
+"""The parameters that a reconstruction learns: rounding and scale of a weight, step size of an activation.
 
 `find_sites` creates them for a block, `in_place` lets them replace the forward of their quantizers during training, and
 `store` writes the result into the model. The invariant: after `store`, the ordinary quantizer computes the same values
@@ -178,7 +178,7 @@ class LearnedSites:
 def find_sites(
     block: Block, settings: Settings, owners: dict[int, int], floats: FloatParameters, generator: torch.Generator
 ) -> tuple[LearnedSites, dict[str, str]]:
-    """What can be learned in the block, and for every other quantized weight, by path, why it cannot."""
+    """All that can be learned in the block, and for every other quantized weight, by path, why it cannot."""
     reasons: dict[str, str] = {}
     weights: list[LearnedWeight] = []
     steps: dict[Quantizer, LearnedStep] = {}
