@@ -184,6 +184,8 @@ def backward_rows(
         tl.store(by_zero_point_ptr + tl.program_id(0), tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
     if SPLITS > 0 and (NEEDS_SCALE or NEEDS_ZERO_POINT):
         tl.debug_barrier()
+        # Programs end in any order, but the last one adds the sums in the programs' order, so that runs repeat bit by
+        # bit. `.cg` reads past the L1 cache, which may hold old values; the counter is reset for the next launch.
         num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
         if num_done == num_splits - 1:
             each = tl.arange(0, SPLITS)

@@ -104,6 +104,7 @@ def _without_data(model: nn.Module, qconfig: QuantConfig, needs: str) -> QuantMo
         raise CalibrationError(f"no calibration batches were given, and {needs} need some")
     with phase("capture"):
         qmodel = QuantModel(model, qconfig)
+    # Ranges that only forwards can show: activations, and weights that the forward computes.
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "activation"]
     if waiting:
         shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")

@@ -235,6 +235,7 @@ class _Run:
     def through(self, visit: Visit, resume: Resume | None, what: str) -> None:
         progress = iter(track([part for part, is_visited in self.parts if is_visited], what))
         for number, (part, is_visited) in enumerate(self.parts):
+            # The float outputs come before the visit, which changes the block's weights.
             if self.as_float is not None:
                 with self.weights.original(part), self.as_float(part):
                     self._advance("float", part)
@@ -242,7 +243,7 @@ class _Run:
                 next(progress)
                 self.weights.keep(number)
                 self._visit(part, visit, resume)
-            if number < len(self.parts) - 1:
+            if number < len(self.parts) - 1:  # nothing reads the last block's outputs
                 self._advance("changed", part)
             for node in {*part.inputs, *part.outputs}:
                 if self.last_part.get(node, -1) <= number:

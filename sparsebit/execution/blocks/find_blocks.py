@@ -96,6 +96,7 @@ def named_blocks(graph_module: fx.GraphModule, names: Sequence[str]) -> list[Blo
         if start < floor:
             raise ConfigError(f"blocks {spans[index - 1][2]!r} and {name!r} overlap; name one of them")
         ceiling = spans[index + 1][0] if index + 1 < len(spans) else len(flow.nodes)
+        # Extend the span by inserted nodes before it and after it.
         while start > floor and _is_read_within(flow, start - 1, stop):
             start -= 1
         while stop < ceiling and _reads_only(flow, stop, start) and not _is_read_by(flow, stop, spans[index + 1 :]):

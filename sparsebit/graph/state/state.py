@@ -210,6 +210,7 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
         return "value", type(value), repr(value)
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), _version(value)
+    # By identity: modules have a state of their own, code cannot change, and objects in `seen` may contain each other.
     if isinstance(value, (nn.Module, fx.Proxy, TrainingFlag, *_CODE)) or id(value) in seen or depth > _MAX_DEPTH:
         return "object", id(value)
     if isinstance(value, (tuple, frozenset)):

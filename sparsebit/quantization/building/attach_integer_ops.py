@@ -103,7 +103,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
     for region in captured.regions.values():
         for node in region.graph_module.graph.nodes:
             module = _module(node, region)
-            if isinstance(module, IntegerAdd):
+            if isinstance(module, IntegerAdd):  # the node was an add or mul, and becomes one again
                 region.graph_module.delete_submodule(str(node.target))
                 node.op = "call_method" if isinstance(module.op, str) else "call_function"
                 node.target = module.op

@@ -98,6 +98,8 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = N
                 additions.note(candidate, TABLE)
     elif watched:
         _guess_stacks(candidates, captured, additions)
+    # A read in a graph gets a node with the quantizer; own code reads the attribute through the owner's new class. Both
+    # always, because a graph's module may also run its own code.
     chosen: dict[nn.Module, dict[str, QuantizedParameter]] = {}
     for candidate in (candidate for candidate in candidates if candidate.is_weight):
         if (quantized := _quantized(candidate, additions, config)) is not None:

@@ -102,6 +102,7 @@ def visit_blocks(
     floats, wanted = _FloatBlocks(float_parameters, visit), _blocks(root.graph_module, blocks)
     kept = None if resume is None else Resume(resume, block_state, floats.load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+    # Samples are held out before the first visit, so that no block has been fitted to them.
     with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
         split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, floats.original), hold_out)
         if views > 1 and has_images(inputs.get(0)):

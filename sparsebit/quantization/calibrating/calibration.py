@@ -78,6 +78,7 @@ class Calibrator:
         if asym and not (w_quant or a_quant):
             w_quant = a_quant = True
         runner.check(asym=asym)
+        # Ranks merge statistics by site, so all must have captured the same graphs.
         policy = qmodel.blueprint.policy
         if len({repr(sorted(cuts)) for cuts in gather([*policy.own_code, *policy.untouched])}) > 1:
             where = "a module runs its own code on some ranks only, where its graph differed on the first batch"

@@ -146,6 +146,7 @@ def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mappi
     check_backend(spec, new.zero_point.detach(), old.backend, site)
     needs_range = old.is_calibrated and not new.is_calibrated
     given_range = _range_for(new, old) if needs_range and owner is None else None
+    # Everything before this line may raise, and has changed nothing.
     _swap(model, old, new)
     if given_range is not None:
         new.calc_qparams_with_minmax(*given_range)

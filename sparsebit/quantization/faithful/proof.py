@@ -118,6 +118,8 @@ class Proof:
             if found is None or (outcome is not None and is_harmless(qmodel, given, expected, randomness)):
                 log.info("the copy computes what the model's own code computes on %s", occasion)
                 break
+            # The causes of a difference that no cut can remove: a user's transform, a user's op, code that is not
+            # deterministic. After that the smallest differing modules run their own code, and the loop compares again.
             if qmodel.blueprint.transforms:
                 names = ", ".join(map(name_of, qmodel.blueprint.transforms))
                 raise CaptureError(

@@ -44,7 +44,7 @@ def candidates_of(model: nn.Module, plan: Plan, wanted: Mapping[str, list[int]],
                 continue
             quantizer = quantizer_of(changed, present.backend, present.scale.numel(), present.observed_as)
             found[site][bits] = quantizer.to(present.scale.device)
-            if site in weights:
+            if site in weights:  # needs no data; ranges of activations are observed below, for all sites in one pass
                 quantizer.update_observer(weights[site])
                 quantizer.calc_qparams()
             else:

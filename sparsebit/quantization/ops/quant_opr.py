@@ -203,6 +203,7 @@ class FunctionalWeightedQuantOpr(QuantOpr):
         call = (self.row, args, kwargs)
         places = (input_argument(*call, is_module=False), weight_argument(*call), bias_argument(*call))
         x, weight, bias = (_at(args, kwargs, place) for place in places)
+        # `F.linear` also takes a vector as weight and a bias that broadcasts, which no layer in a file has.
         if weight.ndim < 2 or (bias is not None and bias.shape != weight.shape[self.row.channel_axis :][:1]):
             return self.compute(*args, **kwargs)
         if bias is not None and self.bias_rounding is not None:

@@ -159,7 +159,7 @@ def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
     if weight is not None:
         _check_groups(path, weight, module, row, config.BACKEND)
     draft.note_disabled(path, activation, weight)
-    if id(module) in draft.wrapped:
+    if id(module) in draft.wrapped:  # also registered elsewhere, where its sites were created
         return at
     draft.wrapped[id(module)] = module
     return with_sites(at, draft.add_site, _enabled(activation) if has_input else None, _enabled(weight))

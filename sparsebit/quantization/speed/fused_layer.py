@@ -208,7 +208,7 @@ class FusedLayer(Substitute):
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
-        if may_be_fused and reads_copies(quantizer):
+        if may_be_fused and reads_copies(quantizer):  # the quantizer's hook copies its input, and does not run here
             x = x.clone()
         if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)

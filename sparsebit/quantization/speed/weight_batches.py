@@ -88,6 +88,7 @@ class WeightBatches:
         groups: list[tuple[bool, list[FusedLayer]]] = []
         if not self.layers or not shows_kernels(_weight(self.layers[0])):
             return groups
+        # One kind of quantizer per batch, as the kernel has one gradient. Others quantize their weights by themselves.
         for kind, learns in ((LSQ, True), (Uniform, False)):
             most = LAYERS_PER_BATCH if is_distributed() else len(self.layers)
             batch: list[FusedLayer] = []

@@ -101,6 +101,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
     row, node, shape = op.row, op.node, values[op.node].shape
     if op.is_watched or row is None or (isinstance(op.call, nn.Module) and not _is_torchs(op)):
         raise Refused(f"{op.name} is not known to keep a scale per channel, or has a hook or a forward of your own")
+    # Moves and concatenations may have several labelled inputs, or several outputs; other ops must have one of each.
     if row.name in _MOVES:
         return _moved(op, labels, values)
     if row.name == "cat":
@@ -112,7 +113,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
         raise Refused(f"{row.name} reads the channels twice, or has several values")
     if row.name == "attention":
         return _attended(op, labels, shape)
-    is_divisor = row.name == "div" and (not node.args or node.args[0] is not source)
+    is_divisor = row.name == "div" and (not node.args or node.args[0] is not source)  # 1 / (s x) is not s / x
     if row.name in _ELEMENTWISE and not is_divisor:
         return _same(given, shape, row.name)
     if row.name == "mean":

@@ -190,6 +190,7 @@ def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: S
             inputs = torch.where(reader.channels >= 0, constant[reader.channels.clamp_min(0).long()], 0.0)
             store(taken, taken.double() + (weight.double() * along_inputs(reader.layer, inputs)).flatten(1).sum(1))
         found[pair.name] = float(constant.max())
+    # Other samples may be lower than the lowest value seen: a ReLU would then clip what was moved. So compare outputs.
     if changed and (why := runs.changed()) is not None:
         for parameter, before in reversed(changed):
             parameter.copy_(before)

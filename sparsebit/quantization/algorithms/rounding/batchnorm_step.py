@@ -64,7 +64,7 @@ def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method =
             f"batchnorm_tuning: no batch norm with running statistics is in the model, or they are folded; {remedy}"
         )
     expected = trained = {norm: _statistics(norm) for norm in norms.values()}
-    if method == "difference":
+    if method == "difference":  # measured first, while the float model's outputs can still be computed
         with in_float(qmodel):
             expected = _float_statistics(qmodel, norms.values(), data)
     moved: dict[str, float] = {}
