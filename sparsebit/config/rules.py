@@ -1,4 +1,8 @@
-"""The rules between keys: bits are given, the quantizer fits, the backend runs the format, BN tuning can work."""
+"""`broken_rules`: the rules between keys of one tensor's config.
+
+Bits are given, the quantizer fits the tensor, the number format fits the quantizer, the backend runs the format, and
+batch-norm tuning has per-channel weights. Used for configs (`schema.py`) and for changed plans (`planning/sites.py`).
+"""
 
 from __future__ import annotations
 

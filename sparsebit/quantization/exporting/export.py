@@ -1,4 +1,12 @@
-"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation."""
+"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation.
+
+The steps: checks; quantizers are replaced by constants (`export_constants.py`); torch exports a graph in which each
+quantizer is one node (`trace_onnx`); `lower_onnx` makes QuantizeLinear and DequantizeLinear of these and rearranges
+the graph for the runtime's kernels (`deploy/layouts`); the file is written to a temporary path, checked
+(`export_checks.py`), and only then takes its name.
+
+The placement search uses `trace_onnx` and `lower_onnx` alone, to write many variants of one traced graph.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +100,7 @@ def export_onnx(
         options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         model, sites = build_onnx(qmodel, dummy_data, options)
         parity = None
-        with staged(target) as path:
+        with staged(target) as path:  # an error inside leaves an older file of that name as it was
             write(model, path)
             if qmodel.config.BACKEND == "tensorrt":
                 check_rules(path, str(target))
@@ -130,7 +138,7 @@ def build_onnx(
 
 
 def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
-    """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
+    """The exported model with one node for each quantizer, ready for `lower_onnx`, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
@@ -192,7 +200,7 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
 
 
 def _require_exportable(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
-    """Raise for what has no kernel in the runtime: a number type, or LSTMs with projections, which ONNX has not."""
+    """Raise for dtypes without kernels in the runtime, and for LSTMs with projections, which ONNX does not have."""
     lacks, fault = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}, ""
     dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
     if profile.name != "virtual" and dtype is not None:

@@ -72,7 +72,7 @@ def traced(
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:
-    """The first samples one by one, as in use."""
+    """The first samples, each as a call of its own: files are timed with single samples."""
     found: list[Call] = []
     signature = inspect.signature(qmodel.original.forward)
     for call in calls(batches, qmodel.original, qmodel.device):
