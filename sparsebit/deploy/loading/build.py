@@ -9,26 +9,31 @@ from typing import Any
 import torch
 from torch import fx
 
-# Importing the modules of rows fills the table.
-from sparsebit.deploy.loading import (
-    activation_rows,
-    arithmetic_rows,
-    layer_rows,
-    moving_rows,
-    recurrent_rows,
-    resize_rows,
+from sparsebit.deploy.loading.building.call import Call, tensor_of
+from sparsebit.deploy.loading.building.graph_builder import GraphBuilder
+from sparsebit.deploy.loading.building.moved_numbers import moved_numbers, moves_numbers
+from sparsebit.deploy.loading.building.operator_table import row_for
+from sparsebit.deploy.loading.building.values import Value, is_constant
+
+# Importing these modules fills the table of operators.
+from sparsebit.deploy.loading.operators import (  # noqa: F401
+    activations,
+    arithmetic,
+    constants,
+    convolutions,
+    indexing,
+    moving,
+    norms,
+    pools,
+    products,
+    recurrent,
+    reductions,
+    resizing,
+    shapes,
 )
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.graph_builder import GraphBuilder
-from sparsebit.deploy.loading.moved_numbers import moved_numbers, moves_numbers
-from sparsebit.deploy.loading.moving_rows import tensor_of
-from sparsebit.deploy.loading.operator_table import row_for
-from sparsebit.deploy.loading.values import Value, is_constant
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
-
-ROW_MODULES = (activation_rows, arithmetic_rows, layer_rows, moving_rows, recurrent_rows, resize_rows)
 
 
 def build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphModule:
@@ -92,9 +97,18 @@ def _named(name: str, kind: str) -> Iterator[None]:
 
 
 def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
-    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them."""
+    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them.
+
+    What the file says of other values is not read: after an input was made dynamic by hand it is often out of date.
+    """
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]
+    for entry in bare.graph.output:
+        entry.type.tensor_type.ClearField("shape")
+    model = bare
     with contextlib.suppress(Exception):  # it is a help only; files beyond 2 GB cannot be inferred
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        model = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     found: dict[str, tuple[int | None, ...]] = {}
     for entry in [*model.graph.input, *model.graph.value_info, *model.graph.output]:
         if entry.type.HasField("tensor_type") and entry.type.tensor_type.HasField("shape"):

@@ -25,7 +25,7 @@ from sparsebit.graph.state.state import (
     kept_iterator,
     tensors_kept,
 )
-from sparsebit.graph.values.code import MAX_FUNCTIONS, function_of, is_foreign, names_in
+from sparsebit.graph.values.code import FOREIGN, MAX_FUNCTIONS, draws_unseeded, function_of, is_foreign, names_in
 from sparsebit.graph.values.nested import tensors_of
 
 _MAX_ITEMS = 256
@@ -151,6 +151,8 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
         if function is None or id(function) in seen or is_foreign(function):
             continue
         seen.add(id(function))
+        if source := draws_unseeded(function.__code__):
+            yield Place(f"the numbers from {source}() (no seed)", object, _ignore)  # at every read another object
         for cell in function.__closure__ or ():
             content = _content(cell)
             waiting.append(content)
@@ -160,11 +162,16 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, CONTAINERS):
                 yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
-        namespace = function.__globals__
-        for name in names_in(function.__code__):
+        names, spaces = names_in(function.__code__), [function.__globals__]
+        for namespace, name in ((space, name) for space in spaces for name in names):
             value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
             waiting.append(value)
-            if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
+            if isinstance(value, types.ModuleType):  # `helpers.step(x)`
+                if value.__name__.partition(".")[0] not in FOREIGN and all(
+                    vars(value) is not known for known in spaces
+                ):
+                    spaces.append(vars(value))
+            elif isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
                 places.add((id(value), ""))
                 yield from _attributes(value)
             elif _is_data(value) and (id(namespace), name) not in places:

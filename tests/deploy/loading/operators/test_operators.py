@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.deploy.loading.operator_table import OPERATORS
+from sparsebit.deploy.loading.building.operator_table import OPERATORS
 from tests.deploy.loading.test_load_onnx import loaded, made, node
 
 IMAGE, ROWS = ["n", 4, 6, 8], ["n", 6]
@@ -29,7 +29,7 @@ PLAIN = [
     "Neg", "Abs", "Exp", "Sign", "Floor", "Ceil", "Round", "Erf", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh", "Asinh",
     "Relu", "Sigmoid", "Tanh", "Softplus", "Softsign", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid", "HardSwish",
     "ThresholdedRelu", "Softmax", "LogSoftmax", "Identity", "ReduceMax", "ReduceMin",
-    "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceProd", "ReduceLogSumExp", "GlobalAveragePool", "GlobalMaxPool",
+    "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "GlobalAveragePool", "GlobalMaxPool",
     "Flatten", "Transpose", "Hardmax", "Shrink", "LpNormalization", "MeanVarianceNormalization",
 ]  # fmt: skip
 W34, W4, V4, V6 = weights(4, 4, 3, 3), weights(4, 1, 3, 3), weights(4), weights(6)
@@ -38,7 +38,7 @@ CASES: list[Case] = [
     *((op, "x", {}, {}, IMAGE) for op in PLAIN),
     *((op, "x k", {}, {"k": weights(6, 8)}, IMAGE) for op in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum")),
     *((op, "k x", {}, {"k": torch.tensor(2.0)}, ROWS) for op in ("Add", "Sub", "Mul", "Div")),
-    ("Pow", "x k", {}, {"k": torch.tensor(2.0)}, ROWS), ("Pow", "x k", {}, {"k": torch.full((6,), 3.0)}, ROWS),
+    ("ReduceProd", "x", {}, {}, ROWS), ("Pow", "x k", {}, {"k": torch.tensor(2.0)}, ROWS), ("Pow", "x k", {}, {"k": torch.full((6,), 3.0)}, ROWS),
     ("Mod", "x k", {"fmod": 1}, {"k": torch.tensor(0.7)}, ROWS),
     ("Clip", "x a b", {}, {"a": torch.tensor(0.0), "b": torch.tensor(6.0)}, ROWS),
     ("Clip", "x a", {}, {"a": torch.tensor(-0.5)}, ROWS),

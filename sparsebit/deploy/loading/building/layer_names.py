@@ -11,10 +11,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from torch import fx, nn
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _LONGEST = 2000  # characters of metadata that are parsed, and of names that are kept
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_]+")
 _ANONYMOUS = re.compile(r"^(onnx::|val_\d|_?tensor_constant|\d|[^./]*$)")  # written by an exporter, not by a person
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))  # `forward`, `code`, `training`, `__class__` ...
 _LAST_PART = re.compile(r"[._/](weight|bias|kernel|gamma|beta|scale|W|w|B|b)$")
 
 
@@ -28,8 +31,8 @@ def layer_path(node: Any, parameters: Iterable[str]) -> str:
 
 def as_path(name: str) -> str:
     """A name of the file as a module path: parts between dots that are valid in attribute names."""
-    parts = [_NOT_IN_NAMES.sub("_", part).strip("_") or "_" for part in re.split(r"[./]", name[:_LONGEST]) if part]
-    return ".".join(parts) or "unnamed"
+    parts = [_NOT_IN_NAMES.sub("_", part) for part in re.split(r"[./]", name[:_LONGEST]) if part]
+    return ".".join(f"{part}_" if part in _TAKEN else part for part in parts) or "unnamed"
 
 
 def _scope(node: Any) -> str:

@@ -6,14 +6,15 @@ found at the node that makes it.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.deploy.loading.layer_names import as_path, layer_path
-from sparsebit.deploy.loading.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
+from sparsebit.deploy.loading.building.layer_names import as_path, layer_path
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
 from sparsebit.errors import DeploymentError
 
 # Larger float constants are masks (-1e4, -3.4e38), not weights that training may change.
@@ -39,7 +40,9 @@ class GraphBuilder(fx.Tracer):
 
     def input(self, name: str, example: Tensor) -> fx.Proxy:
         """A placeholder."""
-        proxy = self.create_proxy("placeholder", self._unique(as_path(name).replace(".", "_"), alone=True), (), {})
+        word = as_path(name).replace(".", "_")
+        word = f"_{word}" if keyword.iskeyword(word) or not word.isidentifier() else word
+        proxy = self.create_proxy("placeholder", self._unique(word, alone=True), (), {})
         proxy.__dict__["example"] = example
         return proxy
 

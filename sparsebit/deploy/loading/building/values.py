@@ -76,8 +76,12 @@ def rank(value: Value) -> int:
 
 
 def items_of(value: Tensor | Numbers) -> list[Number]:
-    """The elements in order."""
-    return list(value.items) if isinstance(value, Numbers) else value.reshape(-1).tolist()
+    """The elements in order. 0.7 in float32 is 0.7, not 0.699999988: 10 * 0.7 is 7 for a runtime, and its floor too."""
+    if isinstance(value, Numbers):
+        return list(value.items)
+    if value.dtype == torch.float32:
+        return [float(str(item)) for item in value.reshape(-1).numpy()]
+    return value.reshape(-1).tolist()
 
 
 def elementwise(function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Value, is_constant
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import Value, is_constant
 
 # Per operator: the layer, and torch's gates as places among ONNX's (LSTM: iofc -> ifco; GRU: zrh -> rzh).
 _KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
