@@ -25,7 +25,7 @@ class ShownSteps:
         if len(ladder.steps) > self.count and not ladder.finished:
             left = max(0.0, ladder.goal.minutes - ladder.seconds / 60)
             self.out.remark(
-                f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} minutes left"
+                f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} min left"
             )
         self.count = len(ladder.steps)
 

@@ -34,7 +34,7 @@ def _why_none(ladder: Ladder) -> str:
         return "the search was stopped before the first one; repeat the call to continue"
     if not ladder.steps and ladder.seconds < ENDS_AT * 60 * ladder.goal.minutes:
         return "no rung proposes one for this goal; allow a larger loss or budget, or choose other rungs"
-    return "the time ran out before the first one"
+    return "the time ran out before the first one; allow more minutes"
 
 
 def _loss(step: LadderStep) -> str:
@@ -75,7 +75,7 @@ def _why_not(ladder: Ladder) -> str:
     if counts["failed"]:
         parts.append(f"{counts['failed']} of {len(steps)} could not be made")
     if counts["within"]:
-        parts.append("candidates within the allowed loss in selection lost more on samples that it never saw")
+        parts.append("candidates that kept the loss in the selection lost more on unseen samples")
     return ", ".join(parts) or "the time ran out"
 
 

@@ -27,7 +27,7 @@ _RATE, _LEAST_RATE = 0.004, 1e-5
 def learn_outputs(student: nn.Module, teacher: nn.Module, batches: Sequence[Any], steps: int) -> nn.Module:
     """A copy of the student after this many steps; the student itself if that is worse on held-out samples.
 
-    Norms use their running statistics, and images are mirrored and shifted. The same data gives the same weights.
+    Norms use their running statistics, and images are mirrored and shifted. The same data leads to the same weights.
     """
     pieces = pieces_of(batches, BATCH)
     held, learned = (pieces[::_HELD], [piece for place, piece in enumerate(pieces) if place % _HELD])

@@ -151,7 +151,7 @@ def test_what_cannot_be_removed_is_spared_with_a_reason() -> None:
     assert [(entry.name, entry.reason) for entry in found.spared] == [
         ("one.0", "the model's code uses more of it than its output")
     ]
-    assert "3 residual blocks" in str(found) and "spared  one.0: the model's code needs" in str(found)
+    assert "3 residual blocks" in str(found) and "spared  one.0: the model's code uses" in str(found)
     tied = find_residual_blocks(Tied(), torch.randn(2, 6))
     assert [block.name for block in tied.blocks] == ["blocks.0"]
     assert {entry.name for entry in tied.spared} == {"blocks.1", "blocks.2"}
