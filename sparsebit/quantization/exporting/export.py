@@ -31,6 +31,7 @@ from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
+from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
 from sparsebit.deploy.layouts.pool_layout import lay_out_pools
@@ -140,6 +141,12 @@ def build_onnx(
 def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
     """The exported model with one node for each quantizer, ready for `lower_onnx`, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
+    if options.dynamic_axes and not profile.open_sizes:
+        given = ", ".join(options.dynamic_axes)
+        raise DeploymentError(
+            f"export_onnx: dynamic_axes of {given}: files for {profile.name} have fixed sizes; leave dynamic_axes out "
+            "(--dynamic-batch) and give an example of the size in use"
+        )
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
     if state := state_between_calls(qmodel, (args, kwargs)):
@@ -168,7 +175,9 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
     lay_out_linears(model)
     lay_out_pools(model)
     lay_out_pads(model)
-    if profile.executes is not None:
+    if profile.name == "qnn":
+        lay_out_for_htp(model)
+    elif profile.executes is not None:
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)

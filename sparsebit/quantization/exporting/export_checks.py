@@ -48,6 +48,7 @@ from sparsebit.records.phases import phase
 log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
+_NUM_SIMULATED = 8  # a simulator takes seconds for each
 _NUM_SHOWN = 5
 _STORES = "stores other numbers than the simulation has"
 
@@ -68,11 +69,15 @@ def check_parity(
     data: Any,
     *,
     tolerance: Tolerance | None = None,
-    num_samples: int = NUM_SAMPLES,
+    num_samples: int | None = None,
     name: str | None = None,
 ) -> Parity:
-    """Compare on the first `num_samples`; a larger difference is an error. `name`: the file's name in messages."""
+    """Compare on the first `num_samples`; a larger difference is an error. `name`: the file's name in messages.
+
+    By default they are 64, and 8 in a simulator.
+    """
     profile = PROFILES[qmodel.config.BACKEND]
+    num_samples = num_samples or (_NUM_SIMULATED if profile.simulated else NUM_SAMPLES)
     runtime = profile.executes or "onnxruntime"
     setting = _Setting(runtime, profile.executes is not None, EXACT[runtime])
     tolerance, name = tolerance or Tolerance(), name or str(file)

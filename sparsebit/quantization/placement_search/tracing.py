@@ -46,11 +46,11 @@ def traced(
 
     `verb`, `wish`: for messages, the called function and the user's request.
     """
-    runtime = PROFILES[qmodel.config.BACKEND].executes
+    runtime = PROFILES[qmodel.config.BACKEND].timed_in
     if runtime is None:
         raise ConfigError(
-            f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files; set BACKEND: "
-            "onnxruntime or openvino, or measure on the machine that has it"
+            f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files in the time of the device; "
+            "set BACKEND: onnxruntime or openvino, or measure on the machine that has it"
         )
     require_runtime(runtime)
     check_ready(qmodel, verb)
