@@ -41,12 +41,16 @@ class LoadOptions:
         "On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
         "float32|bfloat16|int8",
     )
+    kv_cache: str = option(
+        "folder", "Keys and values in the cache: as the folder says, or of this kind.", "folder|float|int8|fp8|int4"
+    )
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, folder: Path) -> Any:
         from sparsebit.llm import load, load_adapter, load_streamed
 
         how: dict[str, Any] = {"device": self.device, "trust_remote_code": self.trust_remote_code}
+        how["kv_cache"] = self.kv_cache
         if self.single_device:
             wrong = "--adapter" if self.adapter else "--activations" if self.activations != "float32" else None
             if wrong is not None:

@@ -119,5 +119,14 @@ def vllm_reasons(
     return (*reasons, *(f"{', '.join(group)} are one matrix there and need one number format" for group in mixed))
 
 
+def cache_reasons(kind: str) -> tuple[str, ...]:
+    """Why vLLM would not compute with a cache of this kind."""
+    why = {
+        "int8": "a cache of int8: it would round keys and values to fp8 with these scales",
+        "int4": "a cache of 4 bits: it would keep keys and values in float",
+    }
+    return (why[kind],) if kind in why else ()
+
+
 def _said(bits: int, symmetric: bool) -> str:
     return f"{bits} bits{'' if symmetric else ' with zero points'}"
