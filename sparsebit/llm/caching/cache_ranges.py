@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.llm.caching.packed_cache import extended
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
 from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.progress import track
@@ -33,9 +33,7 @@ def cache_ranges(model: Any, tokens: Tensor, batch_size: int = 4) -> dict[int, t
         for batch in track(tokens.split(batch_size), "ranges of the cache"):
             past = DynamicCache(config=model.config)
             for number, layer in enumerate(past.layers):
-                recording = _recording_class(type(layer))
-                layer.__class__ = recording
-                layer.__dict__.update(largest=largest, number=number)
+                past.layers[number] = extended(layer, _Recording, largest=largest, number=number)
             model.base_model(input_ids=batch.to(device), past_key_values=past, use_cache=True)
     for number, (keys, values) in largest.items():
         if not (keys.isfinite().all() and values.isfinite().all()):
@@ -76,8 +74,3 @@ class _Recording:
         known = self.largest.get(self.number, new)
         self.largest[self.number] = [torch.maximum(old, found) for old, found in zip(known, new, strict=True)]
         return key_states, value_states
-
-
-@cache
-def _recording_class(kind: type) -> type:
-    return type(f"Recording{kind.__name__}", (_Recording, kind), {})

@@ -91,8 +91,10 @@ def _scale(skeleton: Skeleton, names: Mapping[tuple[int, str], str], number: int
     if (number, which) not in names:
         raise CheckpointError(f"{folder.path} has no {which}_scale of layer {number}, and its config.json asks for one")
     scale = folder.tensor(names[number, which]).float()
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    if scale.numel() not in (1, heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+    heads = {1, config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}
+    if scale.numel() not in heads or not bool((scale.isfinite() & (scale > 0)).all()):
         given = f"{names[number, which]} of the shape {tuple(scale.shape)}"
-        raise CheckpointError(f"{folder.path}: {given}: allowed: 1 or {heads} finite scales above 0")
+        raise CheckpointError(
+            f"{folder.path}: {given}: allowed: {' or '.join(map(str, sorted(heads)))} finite scales above 0"
+        )
     return scale.reshape(-1, 1, 1)

@@ -123,9 +123,20 @@ def pack_layers(past_key_values: Any, codes: Mapping[int, LayerCodes]) -> None:
             raise ConfigError(
                 f"layer {number} of {_ARGUMENT} holds float keys and values already: begin with a new cache"
             )
-        packed = _packed_class(type(layer)).__new__(_packed_class(type(layer)))
-        packed.__dict__.update(layer.__dict__, codes=codes[number])  # its window, its length, whether it records
-        layers[number] = packed
+        layers[number] = extended(layer, _PackedRows, codes=codes[number])
+
+
+def extended(layer: Any, behaviour: type, **more: Any) -> Any:
+    """A layer of a cache as it is, its window included, with another `update` in front of that of its class."""
+    kind = _extended_class(behaviour, type(layer))
+    found = kind.__new__(kind)
+    found.__dict__.update(layer.__dict__, **more)
+    return found
+
+
+@cache
+def _extended_class(behaviour: type, kind: type) -> type:
+    return type(f"{behaviour.__name__.lstrip('_')}Of{kind.__name__}", (behaviour, kind), {})
 
 
 def need_packable(model: Any, codes: Mapping[int, LayerCodes]) -> None:
@@ -147,11 +158,6 @@ class _PackedRows:
         if self.is_compileable and torch.is_grad_enabled() and key_states.requires_grad:  # type: ignore[attr-defined]
             raise ConfigError("a packed cache of fixed size has no gradients: use one that grows, or torch.no_grad()")
         return _unpacked(self.codes.keys, keys, key_states), _unpacked(self.codes.values, values, value_states)
-
-
-@cache
-def _packed_class(kind: type) -> type:
-    return type(f"Packed{kind.__name__}", (_PackedRows, kind), {})
 
 
 def _unpacked(codes: RowCodes, rows: Tensor, new: Tensor) -> Tensor:
