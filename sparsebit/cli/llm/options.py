@@ -24,6 +24,13 @@ Output = Annotated[
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Windows of text at once.")]
 
 
+def cache_of(model: Any) -> str:
+    """The kind of a loaded model's cache of keys and values."""
+    from sparsebit.llm.caching.packed_cache import packed_cache_kind
+
+    return packed_cache_kind(model) or "float"
+
+
 def is_first_process() -> bool:
     """Whether this process prints the result: under torchrun only the first process does."""
     return os.environ.get("RANK", "0") == "0"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.caching.cache_kinds import CacheKind
 from sparsebit.llm.caching.row_codes import RowCodes, block_of
 
 log = logging.getLogger(__name__)
@@ -53,13 +54,20 @@ def use_packed_cache(model: Any, codes: Mapping[int, LayerCodes]) -> None:
         packing = _Packing(codes, names.index(_ARGUMENT))
         handles.append(module.register_forward_pre_hook(packing.before, with_kwargs=True))
         handles.append(module.register_forward_hook(packing.after, with_kwargs=True))
-    setattr(model, _ATTRIBUTE, handles)
+    setattr(model, _ATTRIBUTE, (handles, next(iter(codes.values())).keys.kind))
 
 
 def drop_packed_cache(model: Any) -> None:
     """Undo `use_packed_cache`."""
-    for handle in model.__dict__.pop(_ATTRIBUTE, ()):
+    handles, _ = model.__dict__.pop(_ATTRIBUTE, ((), None))
+    for handle in handles:
         handle.remove()
+
+
+def packed_cache_kind(model: Any) -> CacheKind | None:
+    """The kind of the model's packed cache; None if its cache is float."""
+    found: tuple[Any, CacheKind] | None = model.__dict__.get(_ATTRIBUTE)
+    return None if found is None else found[1]
 
 
 def cache_bytes(past_key_values: Any) -> int:
