@@ -48,7 +48,7 @@ class RuntimeProfile:
     apart: frozenset[Format] = frozenset()
     opset: int = 21
     ending: str = ".onnx"
-    executes: Literal["onnxruntime", "openvino", "executorch", "qnn"] | None = None
+    executes: Literal["onnxruntime", "openvino", "executorch", "aot_inductor", "qnn", "litert"] | None = None
     simulated: bool = False
     open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -186,6 +186,47 @@ PROFILES: dict[str, RuntimeProfile] = {
             ending=".pte",
             executes="executorch",
             costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "litert",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".tflite",
+            executes="litert",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "coreml",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".mlpackage",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "aot_inductor",
+            inputs=frozenset({"linear"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            ending=".pt2",
+            executes="aot_inductor",
+            costs=MappingProxyType(
+                {"SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops"},
+            ),
         ),
     )
 }
