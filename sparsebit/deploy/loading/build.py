@@ -107,10 +107,11 @@ def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     bare.graph.node.extend(model.graph.node)
     bare.graph.input.extend(model.graph.input)
+    given = {entry.name for entry in model.graph.input}
     for tensor in model.graph.initializer:
         if math.prod(tensor.dims) <= _MOST_INFERRED:
             bare.graph.initializer.append(tensor)
-        else:  # of a weight the shape is enough
+        elif tensor.name not in given:  # of a weight the shape is enough
             bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     model = bare
     with contextlib.suppress(Exception):  # it is a help only
