@@ -1,6 +1,6 @@
 """Float ONNX files of four opsets: loaded, quantized for ONNX Runtime, and compared with the same model from PyTorch.
 
-    python benchmarks/onnx_in_opsets.py [--models resnet50,yolov5n,minilm,efficientnet_lite0] [--json FILE]
+    python benchmarks/onnx_in_opsets.py [--models resnet50,minilm] [--steps load,pytorch,nncf] [--json FILE]
 
 Each model is exported with opset 11, 13 and 17 (torch's exporter of TorchScript) and 21 (torch.export). Prints a JSON
 line for each file: the difference of the loaded module from ONNX Runtime and how many layers have their PyTorch names;
@@ -33,9 +33,10 @@ from torch import nn
 
 OPSETS = {11: False, 13: False, 17: False, 21: True}  # with torch.export or not
 PEER_OPSET = 17
+LOADS = [f"load {opset}" for opset in OPSETS]
 MODELS: dict[str, Callable[[], Case]] = {
     "resnet50": partial(_random, "resnet50", partial(_timm, "resnet50")),
-    **{name: CASES[name] for name in ("yolov5n", "efficientnet_lite0")},
+    **{name: CASES[name] for name in ("yolov5n", "efficientnet_lite0", "resnet20")},
     "minilm": lambda: _plain_attention(CASES["minilm"]()),
 }
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
@@ -107,16 +108,19 @@ TOOLS: dict[str, deploy_peers.Tool] = {
 }
 
 
-def examine(name: str, folder: Path, results: Path | None) -> None:
+def examine(name: str, folder: Path, steps: list[str], results: Path | None) -> None:
     case = MODELS[name]()
     folder.mkdir(parents=True, exist_ok=True)
     done = _done(results, name)
     for opset in OPSETS:
         file = folder / f"float {opset}.onnx"
-        if f"load {opset}" not in done or not file.is_file():
+        if f"load {opset}" in steps and (f"load {opset}" not in done or not file.is_file()):
             _step(name, f"load {opset}", results, partial(_loaded, case, opset, file))
+    tools = {tool: make for tool, make in TOOLS.items() if tool in steps}
+    if not tools:
+        return
     reference = _outputs(folder / f"float {PEER_OPSET}.onnx", case)
-    for tool, make in TOOLS.items():
+    for tool, make in tools.items():
         opset = int(tool.split()[1]) if tool.startswith("opset") else PEER_OPSET
         file, floating = folder / f"{tool}.onnx", folder / f"float {opset}.onnx"
         if tool == "nncf tuned" and case.is_transformer:
@@ -183,12 +187,14 @@ def _done(results: Path | None, name: str) -> set[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--steps", default=",".join(["load", *TOOLS]), help="of " + ", ".join(["load", *TOOLS]))
     parser.add_argument("--folder", type=Path, default=deploy_peers.ROOT / "build" / "onnx_in_opsets")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    steps = [step for word in options.steps.split(",") for step in (LOADS if word == "load" else [word])]
     for name in options.models.split(","):
-        examine(name, options.folder / name, options.json)
+        examine(name, options.folder / name, steps, options.json)
 
 
 if __name__ == "__main__":
