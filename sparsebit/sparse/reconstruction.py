@@ -58,7 +58,7 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the pruned model, the dense one, the mean of the norm that alone reads its output, and its mask."""
+    """A layer in both models. `running_mean`: of the norm that is the only reader of its output, if there is one."""
 
     name: str
     pruned: nn.Module
@@ -213,6 +213,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     H, C = moments.hessian(centered=has_shift), moments.cross(centered=has_shift)
     W = form.matrix(layer.dense.get_parameter("weight")).to(H)
     M = form.matrix(layer.masks["weight"]).to(H.device) if "weight" in layer.masks else torch.ones_like(W).bool()
+    # The damping is chosen on held-out data: fitted on one half of the batches, judged on the other.
     sides = [(half.hessian(centered=has_shift), half.cross(centered=has_shift)) for half in halves if half.num_rows]
     damping = held_out_damping(W, M, sides) if len(sides) > 1 else _DAMPING
     before = form.matrix(weight).to(H)

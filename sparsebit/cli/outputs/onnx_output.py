@@ -1,4 +1,9 @@
-"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before keeping it."""
+"""`--output model.onnx`: writes an ONNX file, compares it with the simulation before keeping it, and times it.
+
+`checked_file` raises before the long work for a name or a package that would fail later; `export` does the work;
+`Exported` holds the results and words them for the table, for `--json` and for a record. A file that differs from its
+simulation is not kept, unless `--no-check` is given.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +144,7 @@ def require(*packages: str, extra: str | None = None) -> None:
         except ValueError:  # sys.modules holds None, as tests put it there
             missing = True
         if missing:
-            named = extra or ("openvino" if package == "openvino" else "onnx")
+            named = extra or {"openvino": "openvino", "onnxruntime_qnn": "qnn"}.get(package, "onnx")
             raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
 
 
@@ -162,8 +167,11 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
     if options.no_check:
         return Exported(target, num_bytes, float_bytes, untimed="--no-check")
     found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.simulated:
+        untimed = f"{profile.name} is simulated here, and a simulator's time says nothing about the device"
     if profile.executes is not None:
-        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+        found, reason = _audited(subject, target, profile.executes, options, num_bytes)
+        untimed = reason if profile.timed_in is not None else untimed
     advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
     return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
 
@@ -188,9 +196,9 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The exported call, and its dynamic axes."""
     batch, is_open = subject.first_batch, options.dynamic_batch
-    # torch.export would take one sample as a fixed size: use two if the number is open, the same twice if need be.
+    # torch.export treats a size of 1 as fixed, so two samples are used if the number is open (if need be, equal ones).
     call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(2 if is_open else 1)])
-    # Axis 0 of every input whose rows are samples.
+    # Axis 0 is open in every input whose rows are samples; inputs are matched by identity, as two may be equal.
     samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
     named = _named_inputs(subject, options.input_names)
     axes = {name: {0: _BATCH} for name, tensor in named.items() if id(tensor) in samples}

@@ -56,9 +56,9 @@ class JointChoice:
     limits: Mapping[str, float]
 
     def __str__(self) -> str:
-        told = "of the dense float model's"
-        lines = [f"{name}: {self.spent[name]:.4f} {told}, {limit:g} allowed" for name, limit in self.limits.items()]
-        lines += [f"  {ratio:6.3f} of the channels of {name} go" for name, ratio in self.ratios.items()]
+        whole = "of the dense float model's"
+        lines = [f"{name}: {self.spent[name]:.4f} {whole}, {limit:g} allowed" for name, limit in self.limits.items()]
+        lines += [f"  {ratio:6.3f} of the channels of {name} are removed" for name, ratio in self.ratios.items()]
         return "\n".join([*lines, *(f"  {count:2d} bits  {name}" for name, count in self.bits.items())])
 
 
@@ -107,6 +107,7 @@ def choose_channels_and_bits(
         over = {name: spent[name] / limit for name, limit in budgets.items()}
         if max(over.values()) <= 1:
             break
+        # Each round lowers an exceeded limit by at least 0.2 %, so the loop ends: with a choice, or with a BudgetError.
         limits = {name: limit * min(1.0, 0.998 / over[name]) for name, limit in limits.items()}
     layers = {split_site(site)[0]: count for site, count in bits.items()}
     changed = with_bits(qmodel.config, qmodel.plan.layers, layers, {})

@@ -145,6 +145,7 @@ class _WatchedOnnxRuntime:
         num_calls = len(self.counted)
         totals = [0.0] * num_calls
         for (name, kernel), found in samples.items():
+            # The profile has no marks between calls, so the executions of a kernel are divided evenly over the calls.
             per_call = len(found) / num_calls
             if per_call >= 1:  # a kernel in a loop runs several times a call
                 sums = [sum(found[round(i * per_call) : round((i + 1) * per_call)]) for i in range(num_calls)]

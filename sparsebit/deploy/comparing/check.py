@@ -23,7 +23,8 @@ from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.qdq_graph import TWO_GIGABYTES, load_model
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.runtime_sessions import EXACT, Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.records.phases import phase
 
@@ -36,9 +37,9 @@ Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 @dataclass(frozen=True)
 class FileParity:
-    """`divergence`: the first site whose codes differ, only in a comparison with the file itself.
+    """`divergence`: the first site whose codes differ; only for a comparison of the file with itself.
 
-    `fault`: how the runtime's results differ from the file's definition; empty if not at all, or if not checked.
+    `fault`: how the results exceed the tolerance; empty if they do not, or if there is no tolerance.
     """
 
     parity: Parity

@@ -91,7 +91,7 @@ def _conversions(audit: Audit) -> list[str]:
     if not lights or not number:
         return []
     names = ", ".join(f"{count} {op}" for op, count in Counter(layer.op for layer in lights).most_common(3))
-    return [f"what costs is between them: {number} conversions around layers in float ({names})"]
+    return [f"the cost is between them: {number} conversions around layers in float ({names})"]
 
 
 def _counted(layers: tuple[LayerRun, ...] | list[LayerRun]) -> str:

@@ -18,7 +18,8 @@ from sparsebit.deploy.loading.refusals import refuse_other_files
 from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import Graph
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 TOLERANCE = 1e-4

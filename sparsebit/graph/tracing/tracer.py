@@ -97,6 +97,10 @@ class LeafTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         self.refuse("symbolically traced variables cannot be used as inputs to control flow")
 
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Called by torch.fx for a value of unknown length that is not unpacked into names."""
+        raise fx.proxy.TraceError("iterates over a traced value")
+
     def full_path(self, path: str) -> str:
         return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
 

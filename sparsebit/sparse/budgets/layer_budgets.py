@@ -141,8 +141,8 @@ def choose_options(
         if costs:  # fixed costs are added to each option of one group, so that errors show the full numbers
             item = next(iter(costs))
             single[item] = [used + fixed for used in single.get(item, [0.0] * len(costs[item]))]
-        told = f"{name} (ms)" if name == LATENCY else name
-        budgets.append(Budget(told, limit * sum(weight.amount(name, 1.0) for weight in listed), single, pairs))
+        title = f"{name} (ms)" if name == LATENCY else name
+        budgets.append(Budget(title, limit * sum(weight.amount(name, 1.0) for weight in listed), single, pairs))
     return choose(costs, budgets, gap=1e-3)
 
 
@@ -168,5 +168,5 @@ def timed_weights(
     for group, count in outputs.items():
         each = next(each for weight in weights for name, each in weight.axes if name == group)
         times = tuple((left, ms * count / total) for left, ms in rest) if total else ()
-        others.append(LayerWeight(f"(beside layers, {group})", 0.0, 0.0, ((group, each),), times=times))
+        others.append(LayerWeight(f"(outside of layers, {group})", 0.0, 0.0, ((group, each),), times=times))
     return [*(replace(weight, times=curves.get(weight.name, ())) for weight in weights), *others]

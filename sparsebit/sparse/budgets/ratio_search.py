@@ -202,7 +202,8 @@ class _Search:
             over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
             if max(over.values(), default=0.0) <= 1:
                 break
-            # The program counts layers only; the cost of everything else in the model shows only in the model itself.
+            # The program counts layers alone; the rest of the model is counted only in the smaller model itself.
+            # Each round lowers an exceeded limit by at least 0.2 %, so the loop ends with a choice or a BudgetError.
             limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
         kept = {name: own[chosen[name]] for name, own in counts.items()}
         dense = sum(weight.amount(LATENCY, 1.0) for weight in weights) or 1.0
@@ -233,9 +234,9 @@ class _Search:
         latency = replace(latency, tries=len(tried))
         if not latency.is_near:
             away, side = abs(latency.ratio / asked - 1), "slower" if latency.ratio > asked else "faster"
-            told = f"{away:.0%} {side} than asked; the nearest of {len(tried)} that were timed"
-            latency = replace(latency, reason=told)
-            log.warning("budget latency=%g: the smaller model is %s", asked, told)
+            reason = f"{away:.0%} {side} than asked; the nearest of {len(tried)} that were timed"
+            latency = replace(latency, reason=reason)
+            log.warning("budget latency=%g: the smaller model is %s", asked, reason)
         return best, latency
 
 

@@ -115,6 +115,7 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
     output = call.outputs[place]
     order = torch.randperm(output.shape[dim])
     half = max(1, len(order) // 2)
+    # An operator that works in place is not probed: it would write into the values of the run that is watched.
     if not any(tensor.is_floating_point() for tensor in sliced) or call.name.endswith("_"):
         return False
 

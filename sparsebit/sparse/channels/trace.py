@@ -168,6 +168,7 @@ class _Watch(TorchDispatchMode):
         enact_pins(self.sets, call.tensors())
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
+        # Labels are attributes of the tensor objects, so they pass through the user's containers, closures and caches.
         for output, axes in zip(outputs, carried, strict=True):
             setattr(output, _ATTRIBUTE, (self.sets.number, axes))
             if call.when_used:
@@ -263,6 +264,7 @@ def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:
     for dim, places in dims.items():
         values = values.index_select(dim, places)
     flat = values.flatten().nan_to_num()
+    # A plain sum would not notice values that changed places, so each place has its own weight.
     weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * 0.7)
     return float((flat * weights).sum()), float((flat * weights).abs().sum())
 

@@ -2,7 +2,7 @@
 
 They are hidden channels that a norm or a mean is taken over, and groups whose removal was tried and failed (the code
 hard-codes a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms
-read is spared: every layer of the network would have to gather and to spread.
+read is spared: every layer of the network would have to gather its inputs and spread its outputs.
 """
 
 from __future__ import annotations

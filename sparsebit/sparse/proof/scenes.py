@@ -1,7 +1,8 @@
 """Ways to run a model other than on the example in eval mode: training, other batch sizes, other shapes.
 
 Code may take another path there (`if x.shape[0] == 1:`, `if self.training:`), and the smaller model must equal the
-masked one on it too. The outputs alone are compared.
+masked one on it too. Only outputs are compared, not inner values. Random operators return constants, because a smaller
+model would draw other numbers for the same places.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ class Trial(NamedTuple):
 class Scene:
     """A call and a mode. `arms`: branches of `functions` that are forced.
 
-    `swap`: a container of modules, and two of its items, which change places.
-
-    `output_atoms`: which channels the outputs show, for each of their dimensions: a branch may return hidden values.
+    `swap`: a container of modules, and two of its items, which change places. `output_atoms`: for each dimension of
+    each output, the channels that it holds: a forced branch may return hidden values, which then lose channels.
     """
 
     name: str
