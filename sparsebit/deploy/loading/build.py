@@ -102,7 +102,8 @@ def _named(name: str, kind: str) -> Iterator[None]:
 def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
     """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them.
 
-    What the file says of other values is not read: after an input was made dynamic by hand it is often out of date.
+    Sizes that the file declares for other values are ignored: after an input was made dynamic by hand they are often
+    out of date.
     """
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     bare.graph.node.extend(model.graph.node)
