@@ -24,9 +24,7 @@ class ShownSteps:
             self.out.remark(f"{step.name}: {step.verdict}{lost}{cost} ({found['took']}; {step.why})")
         if len(ladder.steps) > self.count and not ladder.finished:
             left = max(0.0, ladder.goal.minutes - ladder.seconds / 60)
-            self.out.remark(
-                f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} min left"
-            )
+            self.out.remark(f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} min left")
         self.count = len(ladder.steps)
 
 
