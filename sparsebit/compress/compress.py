@@ -41,6 +41,7 @@ from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
@@ -122,7 +123,8 @@ def _run(
 ) -> Result:
     float_file = run.path / "float.onnx"
     with staged(float_file) as path:  # `run.read` raises if the folder holds another run; its float file then stays
-        example = replace(example, axes=write_float(model, example, path))
+        axes = write_float(model, example, path)
+        example = replace(example, axes=axes if PROFILES[goal.target].open_sizes else None)
         identity = _identity(model, samples, goal, rungs, f"{graph_digest(path)} {fingerprint(metric)}")
         ladder = run.read(identity, goal.minutes, BEST) or empty_ladder(identity, goal)
     stopwatch = stopwatch_for(goal, example, model)

@@ -54,7 +54,7 @@ def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.
 
 @torch.no_grad()
 def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]) -> None:
-    """Every process's averages into every process's norms, each weighted by its number of batches."""
+    """Average the statistics of all processes into each, weighted by their numbers of batches."""
     if not is_distributed():
         return
     own = [(to_cpu(dict(norm.named_buffers())), ranks.get(norm, 0)) for norm in norms]

@@ -9,8 +9,8 @@ from sparsebit.errors import ConfigError
 
 Effort = Literal["fast", "good", "best"]
 
-# The algorithms that each one adds to a config, instead of its ALGORITHMS, if weights have fewer than 8 bits. With 8
-# bits there is hardly anything to gain, and on little data something to lose.
+# The ALGORITHMS of each effort. They are only used if some weights have fewer than 8 bits: with 8 bits there is hardly
+# any accuracy to gain, and rounding that is fitted to little data can lose some.
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}},),

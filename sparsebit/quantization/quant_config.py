@@ -61,7 +61,7 @@ def _with_implied_steps(config: QuantConfig) -> QuantConfig:
     return config.replace("ALGORITHMS", [*entries, {"reconstruct": {"METHOD": "adaround"}}])
 
 
-# Applied by every function that accepts a config.
+# The name that functions use which accept a config in any form: it reads better there than "parse".
 as_qconfig = parse_qconfig
 
 

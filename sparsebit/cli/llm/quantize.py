@@ -192,6 +192,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
         "experts": _experts(made.experts),
         "scaled inputs": _scaled(made.scaled_inputs),
         "calibration": _calibrated(made.calibration_windows),
+        "cache": "" if made.recipe.kv_cache == "float" else f"keys and values in {made.recipe.kv_cache}",
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
         "time": f"{made.seconds:.0f} s",
         "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",

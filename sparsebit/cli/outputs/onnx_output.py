@@ -143,7 +143,7 @@ def require(*packages: str, extra: str | None = None) -> None:
         except ValueError:  # sys.modules holds None, as tests put it there
             missing = True
         if missing:
-            named = extra or ("openvino" if package == "openvino" else "onnx")
+            named = extra or {"openvino": "openvino", "onnxruntime_qnn": "qnn"}.get(package, "onnx")
             raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
 
 
@@ -166,8 +166,11 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
     if options.no_check:
         return Exported(target, num_bytes, float_bytes, untimed="--no-check")
     found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.simulated:
+        untimed = f"{profile.name} is simulated here, and a simulator's time says nothing about the device"
     if profile.executes is not None:
-        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+        found, reason = _audited(subject, target, profile.executes, options, num_bytes)
+        untimed = reason if profile.timed_in is not None else untimed
     advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
     return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
 

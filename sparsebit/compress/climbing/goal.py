@@ -63,7 +63,7 @@ def read_goal(
     if unknown := [name for name in budget or {} if name not in amounts]:
         raise ConfigError(f"budget {unknown[0]!r}: allowed for {models}: {', '.join(amounts)}")
     limits = {name: read_amount(name, limit) for name, limit in (budget or {}).items()}
-    is_timed = models == "networks" and PROFILES[target].executes is not None
+    is_timed = models == "networks" and PROFILES[target].timed_in is not None
     if not is_timed and (prefer == "latency" or "latency" in limits):
         raise ConfigError(f"files for {target} do not run here, so their latency is not known; use bytes or macs")
     if limits:

@@ -130,8 +130,8 @@ class Bench:
 
 
 def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopwatch | None:
-    """A timer of one sample (of the whole batch, if the batch size is fixed); None if the target does not run here."""
-    runtime = PROFILES[goal.target].executes
+    """A timer of one sample (of the whole batch, if the batch size is fixed); None if the target is not timed here."""
+    runtime = PROFILES[goal.target].timed_in
     if runtime is None:
         return None
     call = example.with_samples(1) if example.axes else example.call

@@ -42,7 +42,7 @@ def measured_placement(known: Known) -> Candidate | None:
     """Layers that are slower in integers stay float: measured on this machine."""
     wants_time = known.goal.prefer == "latency" or "latency" in known.goal.budget
     best = known.best
-    if best is None or not wants_time or PROFILES[known.goal.target].executes is None:
+    if best is None or not wants_time or PROFILES[known.goal.target].timed_in is None:
         return None
     recipe = known.recipe(best)
     if recipe.placement != "default" or best.verdict == "too much loss":

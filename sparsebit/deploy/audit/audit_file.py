@@ -17,6 +17,7 @@ from typing import Any
 
 from sparsebit.deploy.audit import onnxruntime_graph as audit_onnxruntime
 from sparsebit.deploy.audit import openvino_graph as audit_openvino
+from sparsebit.deploy.audit import qnn_graph as audit_qnn
 from sparsebit.deploy.audit.fusion_reasons import reason_for
 from sparsebit.deploy.audit.layer_facts import LayerFacts
 from sparsebit.deploy.audit.onnxruntime_graph import Execution
@@ -29,7 +30,8 @@ from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.runtime_sessions import SIMULATORS, check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.deploy.sessions.timing import interleaved
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Audit, Latency, LayerRun
@@ -43,6 +45,11 @@ _KEEP_FLOAT = (
     "session with session.disable_quant_qdq=1, which runs everything in float"
 )
 _MOVING = MOVES | {"Concat", "Gather", "MaxPool", "Pad", "Resize", "Slice", "Split"}
+_EXECUTED = {
+    "onnxruntime": audit_onnxruntime.executed,
+    "openvino": audit_openvino.executed,
+    "qnn": audit_qnn.executed,
+}
 _SATURATION = (
     "this CPU has no VNNI: sums of uint8 x int8 products may clip at 16 bits, which costs accuracy; compare the file's "
     "accuracy here with the simulation's, or deploy where there is VNNI"
@@ -65,13 +72,13 @@ def audit(
 
     `against`: the float file; without it the quantized file with its quantization taken out (`float_twin`).
     `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
-    `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing.
+    `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing. A simulator is never timed.
     """
     check_runtime(runtime)
     path = Path(file)
     model = load_model(path)
     graph = Graph(_with_types(model))
-    executed = audit_onnxruntime.executed if runtime == "onnxruntime" else audit_openvino.executed
+    executed = _EXECUTED[runtime]
     with _named(path, graph) as named:
         execution, session = executed(named, graph, num_threads=num_threads)
     layers = _layers(graph, execution, runtime)
@@ -86,7 +93,7 @@ def audit(
         num_bytes=num_bytes(path),
         warnings=tuple(_warnings(graph, layers, runtime)),
     )
-    if repeats != 0:
+    if repeats != 0 and runtime not in SIMULATORS:
         arrays, words = made_up_feeds(model, feeds=feeds, shapes=shapes)
         found = replace(found, feeds=words)
         found = _compared(found, model, against, session, arrays, repeats, budget_s)
@@ -198,9 +205,11 @@ def _saved(model: Any, path: Path) -> Path:
 def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Iterator[str]:
     """Warnings about this machine and this file."""
     multiplies = any(layer.heavy and layer.arithmetic == "integer" for layer in layers)
-    if saturates() and multiplies:
+    if runtime in SIMULATORS:
+        yield f"{runtime} is simulated here: a simulator's time says nothing about the device, so nothing was timed"
+    elif saturates() and multiplies:
         yield _SATURATION
-    if is_arm() and multiplies:
+    elif is_arm() and multiplies:
         yield "this is an ARM processor: what is fused and how fast it is differs from x86; audit where you deploy"
     if rounded := [layer.name for layer in layers if layer.rounds_weight]:
         how = "to int8 by itself, with one scale for all channels"

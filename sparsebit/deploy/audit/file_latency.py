@@ -10,7 +10,8 @@ from typing import Any
 
 from sparsebit.deploy.audit.region_times import RegionTimes, region_times
 from sparsebit.deploy.comparing.parity import decibels
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.deploy.sessions.timing import interleaved
 
 

@@ -15,7 +15,7 @@ from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, QUANTIZE, Quantization
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.cpu import is_arm
 
-_ORT, _OPENVINO = "onnxruntime", "openvino"
+_ORT, _OPENVINO, _QNN = "onnxruntime", "openvino", "qnn"
 _BYTES = frozenset({"int8", "uint8"})
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "attention"})  # of the op table
@@ -28,6 +28,12 @@ INTEGER_KERNELS = {
     _OPENVINO: frozenset(
         {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sum", "Mul", "Concat", "MaxPool", "AveragePool",
          "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "Resize", "LSTM", "GRU"}
+    ),
+    _QNN: frozenset(
+        {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div", "Concat", "MaxPool", "AveragePool",
+         "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "Resize", "Softmax", "LogSoftmax", "Sigmoid", "Tanh",
+         "Gelu", "HardSwish", "HardSigmoid", "Elu", "Softplus", "LeakyRelu", "PRelu", "LayerNormalization",
+         "InstanceNormalization", "Gather"}
     ),
 }  # fmt: skip
 
@@ -61,7 +67,7 @@ class Row:
     cause: str
     remedy: str
     applies: Callable[[FusionSite], str | bool]
-    runtimes: tuple[str, ...] = (_ORT, _OPENVINO)
+    runtimes: tuple[str, ...] = (_ORT, _OPENVINO, _QNN)
     on_purpose: bool = False
 
 
@@ -234,18 +240,18 @@ ROWS: tuple[Row, ...] = (
     Row("its weight is fp8, which is computed in float", "W.QUANTIZER.TYPE: uniform for integers",
         _float8, (_OPENVINO,)),
     Row("its stored weight is dequantized to float on every call",
-        f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight),
+        f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight, (_ORT, _OPENVINO)),
     Row("an input of it is in float", f"quantize that input: A.QUANTIZER.DISABLE: false; {_BACKEND}", _float_input),
     Row("its weight is in float", "quantize it: W.QUANTIZER.DISABLE: false",
         lambda site: site.has_float_weight),
-    Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", lambda site: _wide(site.data)),
+    Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", lambda site: _wide(site.data), (_ORT, _OPENVINO)),
     Row("a Flatten is between its quantized input and it", "quantize after it, or write it as a Reshape",
         _flattened, (_ORT,)),
     Row("its scales are computed at run time", "calibrate the activations: constant scales",
         lambda site: any(found is not None and found.scale is None for found in site.quantizations)),
     Row("its activations have a scale per channel", "A.QSCHEME: per-tensor-affine", _activation_scales),
     Row("its weights are not of 8 bits", f"W.QUANTIZER.BIT: 8, {_WEIGHTS_ONLY}",
-        lambda site: _wide(site.weight)),
+        lambda site: _wide(site.weight), (_ORT, _OPENVINO)),
     Row("its weights have scales in blocks", f"W.QSCHEME: per-channel-symmetric, {_WEIGHTS_ONLY}",
         lambda site: f"blocks of {site.weight.block}" if site.weight is not None and site.weight.block else ""),
     Row("its activations are int8 and its weights uint8", "W.QSCHEME: per-channel-symmetric, for int8 weights",

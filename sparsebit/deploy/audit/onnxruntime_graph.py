@@ -16,7 +16,8 @@ from typing import Any
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.records.audit import Arithmetic
 
 _PRODUCTS = frozenset(

@@ -10,7 +10,8 @@ from typing import Any
 from sparsebit.deploy.audit.onnxruntime_graph import Execution, Kernel
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.records.audit import Arithmetic
 
 _HEAVY_TYPES = frozenset(

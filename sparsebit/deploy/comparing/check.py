@@ -23,7 +23,8 @@ from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.qdq_graph import TWO_GIGABYTES, load_model
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.runtime_sessions import EXACT, Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.records.phases import phase
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.sessions.cpu import saturates
-from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 _DEFAULT = "a default session of ONNX Runtime"

@@ -64,9 +64,9 @@ def _build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphMo
         for name in node.input:
             if last_use[name] == place and name not in kept:
                 values.pop(name, None)
-    missing = [entry.name for entry in model.graph.output if entry.name not in values]
+    missing = [entry.name for entry in model.graph.output if values.get(entry.name) is None]
     if missing:
-        raise DeploymentError(f"the outputs {', '.join(missing)} are not computed by any node")
+        raise DeploymentError(f"the outputs {', '.join(missing)} have no rule; remove them from the file")
     return graph.finish([values[entry.name] for entry in model.graph.output])
 
 

@@ -64,7 +64,7 @@ def _faults(
         found = module(*(torch.from_numpy(numpy.array(feeds[name])) for name in session.inputs))
     outputs: tuple[Tensor, ...] = found if isinstance(found, tuple) else (found,)
     for name, want, have in zip(session.outputs, expected, outputs, strict=True):
-        array = have.numpy()
+        array = have.detach().numpy()
         if want.shape != array.shape:
             yield f"output {name} differs from ONNX Runtime's in shape: {array.shape}, not {want.shape}"
         elif want.dtype != array.dtype:

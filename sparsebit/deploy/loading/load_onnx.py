@@ -15,13 +15,15 @@ from sparsebit.deploy.loading.compare import compare, compare_other_sizes
 from sparsebit.deploy.loading.join_nodes import joined_nodes
 from sparsebit.deploy.loading.read_file import read_model
 from sparsebit.deploy.loading.refusals import refuse_other_files
-from sparsebit.deploy.onnx_graph.packages import numpy
+from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import Graph
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 TOLERANCE = 1e-4
+OF_HALVES = 1e-2  # of files with float16 weights, which runtimes round at other places
 NUM_COMPARED = 4  # batches
 _WIDER = 4  # times the first sample is the second one: into the saturated parts of activations
 
@@ -34,10 +36,11 @@ def load_onnx(
     Convolutions, linear layers, norms and embeddings are layers of `torch.nn` with parameters, named as in the file;
     other operators are functions of torch. The module takes the file's inputs in their order, or by their names.
 
-    Its float outputs are compared with ONNX Runtime, each node as it is written, on the first batches of `data` (as the
-    model takes them; tuples with labels too), or on random inputs: a difference of more than `tolerance` of an output's
-    range is an error. So is one at another batch size, or at another size of an axis that the file leaves open, if ONNX
-    Runtime takes that size. Errors are DeploymentErrors; quantized files, and files with subgraphs, are refused.
+    Its outputs are compared with ONNX Runtime, each node as it is written, on the first batches of `data` (as the model
+    takes them; tuples with labels too), or on random inputs: a difference of more than `tolerance` of an output's range
+    is an error (1e-2, where the file has float16 weights). So is one at another batch size, or at another size of an
+    axis that the file leaves open, if ONNX Runtime takes that size. Errors are DeploymentErrors; quantized files, and
+    files with subgraphs, are refused.
     """
     model = read_model(path)
     nodes = Graph(model).nodes
@@ -50,6 +53,9 @@ def load_onnx(
         module = build(model, joined_nodes(model, nodes), feeds[0]).eval()
     except DeploymentError as error:
         raise DeploymentError(f"{path}: {error}") from error
+    is_half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
+    if is_half and tolerance == TOLERANCE:
+        tolerance = OF_HALVES
     for one in feeds:
         compare(module, session, one, tolerance, str(path))
     compare_other_sizes(model, module, session, feeds[0], tolerance, str(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,18 @@ class PackedSource:
         layer_tensors: Callable[[str], Mapping[str, Tensor]],
         changed: Callable[[str, Tensor], Tensor] = lambda key, value: value,
         what: str = "writing files",
+        dropped: Collection[str] = (),
     ) -> None:
         """A model folder with the shards of this one: a layer is in the file where its codes were.
 
         `layer_tensors(layer)`: the new tensors of a packed layer. `changed(key, value)`: the new value of others.
+        `dropped`: tensors that the new folder does not have.
         """
         folder = self.skeleton.folder
         target.mkdir(parents=True)
         copy_small_files(folder.path, target)
         write_config(target, config)
-        packed_keys = {key for layer in self.formats for key in self.keys(layer)}
+        packed_keys = {*dropped, *(key for layer in self.formats for key in self.keys(layer))}
         layers_of: dict[Path, list[str]] = {}
         for layer in self.formats:
             layers_of.setdefault(folder.files[self.keys(layer)[0]], []).append(layer)

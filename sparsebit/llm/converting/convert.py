@@ -8,6 +8,7 @@ a staging folder, compared with the source by `load_check.py`, and only then ren
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.folders import flush, need_new, put_in_place, staging_folder
+from sparsebit.llm.caching.cache_scheme import scale_names
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
@@ -37,6 +39,8 @@ from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
 from sparsebit.llm.models.model_folder import ModelFolder, Shards
 from sparsebit.llm.models.separate_experts import experts_in
 from sparsebit.llm.models.skeleton import Skeleton, empty_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -204,9 +208,18 @@ def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | Non
 
 
 def _write(target: Path, source: PackedSource, kind: _Format) -> None:
-    config = {"quantization_config": kind.config(source.formats, float_layers(source.skeleton, source.formats))}
+    folder, dropped = source.skeleton.folder, list[str]()
+    config = kind.config(source.formats, float_layers(source.skeleton, source.formats))
+    scheme = (folder.config.get("quantization_config") or {}).get("kv_cache_scheme")
+    if scheme and "kv_cache_scheme" in config:
+        config["kv_cache_scheme"] = scheme
+    elif scheme:
+        dropped = [*scale_names(folder).values()]
+        log.warning(
+            "%s: files of %s have no scales for a cache, which is float there", target.name, config["quant_method"]
+        )
     tensors = lambda layer: kind.tensors(source.file_name(layer), source.read(layer))  # noqa: E731
-    source.rewrite(target, source.skeleton.folder.config | config, tensors)
+    source.rewrite(target, folder.config | {"quantization_config": config}, tensors, dropped=dropped)
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:

@@ -1,4 +1,8 @@
-"""Describes the quantized model: which layers and parameters are quantized, which are float, and why."""
+"""`describe_coverage`: which layers and parameters of a model are quantized, which are float, and why.
+
+It reads the modules as they are now, so that quantizers which calibration has switched off count as float. Reasons come
+from the plan, from calibration (`float_reason`), or from the kind of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Q
 
 
 def _weighted(model: nn.Module) -> list[bool]:
-    """For each layer with a quantizable weight: whether it is quantized."""
+    """For each layer with a quantizable weight: whether it is quantized. A recurrent layer counts once."""
     found: list[bool] = []
     inside: set[int] = set()
     owners: dict[int, bool] = {}
@@ -122,7 +126,7 @@ def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str
 
 
 def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> str:
-    """The plan's reason for the parameter, its layer, or an enclosing module; else that of its kind."""
+    """The reason given for the parameter, its layer, or an enclosing module; otherwise the one for its kind."""
     if owned.full_name in floats:
         return floats[owned.full_name]
     is_matrix = sum(size > 1 for size in owned.parameter.shape) >= 2

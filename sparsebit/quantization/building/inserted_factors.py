@@ -1,6 +1,6 @@
-"""Multiplications by a factor per channel that were inserted into a built graph, and their records.
+"""Per-channel multiplications that smoothing inserts into a built graph, and their records.
 
-A saved model contains the records: they are inserted into a rebuilt graph before its tensors are loaded.
+A saved model contains the records, so that loading can insert the same modules before it loads their tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every parameter of a captured model: its name in the original, its owner, and the quantizer that reads it."""
+"""Finds every parameter of a captured model: its name in the original, its owner, and the quantizer that reads it."""
 
 from __future__ import annotations
 

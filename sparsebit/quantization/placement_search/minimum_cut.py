@@ -11,7 +11,7 @@ _SMALLEST = 1e-12
 def cheapest_split(
     ours: Sequence[float], theirs: Sequence[float], edges: Iterable[tuple[int, int, float]], *, both_ways: bool = True
 ) -> tuple[bool, ...]:
-    """For each node whether it is on our side, so that the sum of all costs is the least.
+    """For each node whether it is on the first side, so that the sum of all costs is the least.
 
     `ours[i]`, `theirs[i]`: the cost of node `i` on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid if
     `i` and `j` are on different sides; not `both_ways`: only if `i` is on our side and `j` is not. Among equally
@@ -66,7 +66,7 @@ class _Flow:
                 pass
 
     def _push(self, source: int, sink: int, levels: list[int], tried: list[int]) -> bool:
-        """Fill one path of the level graph; an explicit stack, since paths are as long as the network is deep."""
+        """Fill one path of the level graph. No recursion: paths are as long as the network is deep."""
         path: list[int] = []
         node = source
         while node != sink:

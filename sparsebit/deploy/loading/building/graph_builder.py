@@ -6,7 +6,6 @@ found at the node that makes it.
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,7 @@ class GraphBuilder(fx.Tracer):
     def input(self, name: str, example: Tensor) -> fx.Proxy:
         """A placeholder."""
         word = as_path(name).replace(".", "_")
-        word = f"_{word}" if keyword.iskeyword(word) or not word.isidentifier() else word
+        word = word if word.isidentifier() else f"_{word}"  # 1 -> _1
         proxy = self.create_proxy("placeholder", self._unique(word, alone=True), (), {})
         proxy.__dict__["example"] = example
         return proxy

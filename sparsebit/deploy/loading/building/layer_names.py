@@ -7,6 +7,7 @@ the metadata of its node (`pkg.torch.onnx.name_scopes`), and in the name of its 
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _LONGEST = 2000  # characters of metadata that are parsed, and of names that are kept
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_]+")
 _ANONYMOUS = re.compile(r"^(onnx::|val_\d|_?tensor_constant|\d|[^./]*$)")  # written by an exporter, not by a person
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))  # `forward`, `code`, `training`, `__class__` ...
+# `forward`, `code`, `training`, `__class__`, `class`: what torch and Python have taken.
+_TAKEN = frozenset([*dir(fx.GraphModule(nn.Module(), fx.Graph())), *keyword.kwlist, "self"])
 _LAST_PART = re.compile(r"[._/](weight|bias|kernel|gamma|beta|scale|W|w|B|b)$")
 
 

@@ -68,7 +68,8 @@ def _binary(call: Call) -> Value:
             return known
     if name in _COMMUTATIVE and is_constant(left):
         left, right = right, left
-    return call.emit(_BINARY[name], _scalar(left, right), _scalar(right, left))
+    left = _scalar(left, right) if name in _OF_NUMBERS else left  # a comparison takes a tensor on its left
+    return call.emit(_BINARY[name], left, _scalar(right, left))
 
 
 def _equal(left: Tensor | Numbers, right: Tensor | Numbers) -> Tensor | None:

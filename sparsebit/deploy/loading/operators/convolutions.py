@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator as python
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebit.deploy.loading.building.call import Call
 from sparsebit.deploy.loading.building.operator_table import operator
@@ -75,16 +76,7 @@ def _conv_transpose(call: Call) -> Value:
         halves = [t // 2 for t in total]
         others = [t - t // 2 for t in total]
         pads = halves + others if mode == "SAME_UPPER" else others + halves
-    # What is cut off after the end by more than before the start is less output padding, or a slice.
-    padding, cut = pads[:dims], [0] * dims
-    for axis in range(dims):
-        difference = pads[axis + dims] - pads[axis]
-        if difference < 0:
-            extra[axis] -= difference
-        elif difference > 0:
-            taken = min(extra[axis], difference)
-            extra[axis] -= taken
-            cut[axis] = difference - taken
+    padding, cut = _symmetric(pads, extra, [max(pair) for pair in zip(strides, dilations, strict=True)])
     groups = call.attribute("group", 1)
     settings = (tuple(kernel), strides, tuple(padding), tuple(extra), groups)
     if any(e >= max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
@@ -92,11 +84,27 @@ def _conv_transpose(call: Call) -> Value:
     channels = weight.shape[0], weight.shape[1] * groups
     layer = _TRANSPOSED[dims](*channels, *settings, bias is not None, dilations, device="meta")
     found = call.layer(layer, (*settings, dilations), {"weight": weight, "bias": bias}, value)
-    for axis, count in enumerate(cut):
-        if count:
-            found = call.emit(_without_end, found, axis + 2, count)
-    return found
+    if not any(map(any, cut)):
+        return found
+    pieces = [slice(before, -after if after else None) for before, after in cut]
+    return call.emit(python.getitem, found, (slice(None), slice(None), *pieces))
 
 
-def _without_end(value: Tensor, axis: int, count: int) -> Tensor:
-    return value.narrow(axis, 0, value.shape[axis] - count)
+def _symmetric(pads: list[int], extra: list[int], limits: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The symmetric padding, and what is left to cut off each end of an axis; changes the output padding `extra`.
+
+    An end that is cut by less than the start is output padding, as far as torch allows; every other difference is cut.
+    """
+    padding, cut = [], []
+    for axis, (before, after) in enumerate(zip(pads[: len(extra)], pads[len(extra) :], strict=True)):
+        after -= extra[axis]
+        if before - after < limits[axis]:
+            extra[axis] = max(before - after, 0)
+            padding.append(before)
+            cut.append((0, max(after - before, 0)))
+        else:
+            extra[axis] = 0
+            padding.append(max(after, 0))
+            cut.append((before - max(after, 0), 0))
+            extra[axis] = max(-after, 0)
+    return padding, cut

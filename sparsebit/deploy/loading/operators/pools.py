@@ -32,8 +32,12 @@ def _max_pool(call: Call) -> list[Value]:
     value, padding = padded(call, call.inputs[0], pads, -math.inf)
     if any(2 * pad > k for pad, k in zip(padding, kernel, strict=True)):  # more than torch allows
         value, padding = padded_apart(call, call.inputs[0], pads, -math.inf), (0,) * len(kernel)
-    ceil = bool(call.attribute("ceil_mode", 0))
-    return [call.emit(_MAX_POOLS[len(kernel)], value, tuple(kernel), strides, padding, dilations, ceil), None]
+    return [call.emit(_MAX_POOLS[len(kernel)], value, tuple(kernel), strides, padding, dilations, _is_ceil(call)), None]
+
+
+def _is_ceil(call: Call) -> bool:
+    """Whether windows that do not fit count; the pads of auto_pad make all of them fit."""
+    return bool(call.attribute("ceil_mode", 0)) and not call.attribute("auto_pad", "").startswith("SAME")
 
 
 @operator("AveragePool")
@@ -44,7 +48,7 @@ def _average_pool(call: Call) -> Value:
         raise call.refusal("an average pool over 1 to 3 axes without dilation is allowed")
     pool, counts_pads = _AVERAGE_POOLS[len(kernel)], bool(call.attribute("count_include_pad", 0))
     value, padding = padded(call, call.inputs[0], pads)
-    settings = (tuple(kernel), strides, padding, bool(call.attribute("ceil_mode", 0)), counts_pads)
+    settings = (tuple(kernel), strides, padding, _is_ceil(call), counts_pads)
     found = call.emit(pool, value, *settings)
     if value is call.inputs[0] or counts_pads:
         return found

@@ -13,9 +13,7 @@ from sparsebit.deploy.loading.building.values import Numbers, Value, example_of,
 
 _REDUCTIONS: dict[str, Callable[[Call, Value, list[int], bool], Value]] = {
     "ReduceMean": lambda call, x, axes, keep: call.method("mean", x, tuple(axes), keepdim=keep),
-    "ReduceSum": lambda call, x, axes, keep: call.emit(
-        torch.sum, x, tuple(axes), keepdim=keep, dtype=example_of(x).dtype
-    ),
+    "ReduceSum": lambda call, x, axes, keep: call.emit(torch.sum, x, tuple(axes), keepdim=keep),
     "ReduceMax": lambda call, x, axes, keep: call.emit(torch.amax, x, tuple(axes), keepdim=keep),
     "ReduceMin": lambda call, x, axes, keep: call.emit(torch.amin, x, tuple(axes), keepdim=keep),
     "ReduceL1": lambda call, x, axes, keep: call.emit(torch.sum, call.emit(torch.abs, x), tuple(axes), keepdim=keep),
@@ -42,7 +40,9 @@ def _reduce(call: Call) -> Value:
         return value
     if call.node.op_type == "ReduceProd":
         return _product(call, call.inputs[0], sorted(axes, reverse=True), keep)
-    return _REDUCTIONS[call.node.op_type](call, value, axes, keep)
+    found = _REDUCTIONS[call.node.op_type](call, value, axes, keep)
+    dtype = example_of(value).dtype
+    return found if example_of(found).dtype == dtype else call.method("to", found, dtype)
 
 
 def _product(call: Call, value: Value, axes: list[int], keep: bool) -> Value:

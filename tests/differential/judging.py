@@ -1,0 +1,182 @@
+"""One net through sparsebit and every judge: what was the same, what a rule explains, and what is a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import onnx
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.comparing.divergence import CODES
+from sparsebit.deploy.exporting.to_onnx import flat_outputs
+from sparsebit.errors import DeploymentError, SparsebitError
+from sparsebit.quantization import QuantModel
+from sparsebit.quantization.exporting.stored_parameters import simulated_codes
+from tests.differential.comparing import differences
+from tests.differential.exact_run import ExactFile, Trace
+from tests.differential.judges import FUSING, available, with_outputs
+from tests.differential.net import Net
+from tests.differential.rules import refusal_of
+from tests.fuzz.program import Compiled
+from tests.quantization.tiny import calibrated, qconfig
+
+SIMULATION = "simulation"
+
+
+@dataclass
+class Verdict:
+    """`faults`: kind -> details. `explained`: rule -> how often. `judged`: the judges that ran the file."""
+
+    outcome: str = "same"  # or "explained", "refused", "invalid", "fault"
+    details: str = ""
+    faults: dict[str, str] = field(default_factory=dict)
+    explained: Counter[str] = field(default_factory=Counter)
+    judged: list[str] = field(default_factory=list)
+    num_sites: int = 0
+
+    @property
+    def is_fault(self) -> bool:
+        return bool(self.faults)
+
+    def concluded(self) -> Verdict:
+        self.outcome = "fault" if self.faults else "explained" if self.explained else "same"
+        return self
+
+
+def judged(net: Net, judges: Collection[str]) -> Verdict:
+    """Quantize, write the file, and run it with each of the judges."""
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
+        compiled = Compiled(net)
+        try:
+            model = compiled.make()
+            batches = [compiled.inputs(call)[0] for call in (0, 1)]
+            with torch.no_grad():
+                outputs = [value for batch in batches for value in flat_outputs(model(*batch))]
+        except Exception as error:  # the net itself does not run
+            return Verdict("invalid", _told(error))
+        if not all(bool(value.isfinite().all()) for value in outputs if value.is_floating_point()):
+            return Verdict("invalid", "its outputs are not finite")
+        file = Path(folder) / "net.onnx"
+        try:
+            qmodel = _quantized(net, compiled, model, batches[0], file)
+        except SparsebitError as error:
+            return Verdict("refused", _told(error))
+        except Exception as error:
+            return Verdict("fault", faults={f"crash: {type(error).__name__}": _told(error)})
+        try:
+            return _compared(qmodel, file, batches, judges)
+        except Exception as error:
+            return Verdict("fault", faults={f"crash of the comparison: {type(error).__name__}": _told(error)})
+
+
+def _quantized(net: Net, compiled: Compiled, model: Any, batch: tuple[Tensor, ...], file: Path) -> QuantModel:
+    config = dict(compiled.names["CONFIG"])
+    qmodel = calibrated(model, [batch], qconfig(config, backend=config.pop("BACKEND")))
+    axes = {"x": {0: "batch"}} if net.is_dynamic else None
+    qmodel.export_onnx(batch, file, input_names=["x"], dynamic_axes=axes)
+    return qmodel
+
+
+def _compared(
+    qmodel: QuantModel, file: Path, batches: list[tuple[Tensor, ...]], judges: Collection[str]
+) -> Verdict:
+    verdict = Verdict()
+    model = onnx.load(str(file))
+    exact = ExactFile(model)
+    feeds = {"x": batches[1][0].numpy()}
+    run = _Run(verdict, exact, feeds)
+    run.compare(SIMULATION, _simulated(qmodel, batches[1], exact))
+    exposed = with_outputs(model, exact.sites)
+    known = available()
+    for name in judges:
+        try:
+            found = known[name](exposed, feeds)
+            plain = known[name](model, feeds) if name in FUSING and exact.sites else {}
+        except Exception as error:
+            run.refused(name, _told(error))
+            continue
+        run.compare(name, found)
+        run.is_undisturbed(name, found, plain)
+    try:
+        qmodel.check_onnx(file, batches)
+    except DeploymentError as error:
+        run.refused("gate", _told(error))
+    return verdict.concluded()
+
+
+def _simulated(qmodel: QuantModel, batch: tuple[Tensor, ...], exact: ExactFile) -> dict[str, Any]:
+    """The codes and the outputs of our own simulation, by the names of the file."""
+    codes, _ = simulated_codes(qmodel, (batch, {}))
+    with torch.no_grad():
+        outputs = [value.numpy() for value in flat_outputs(qmodel(*batch))]
+    found = {site: codes[name] for site in exact.sites if (name := site.removesuffix(CODES)) in codes}
+    return {**dict(zip(exact.outputs, outputs, strict=True)), **found}
+
+
+class _Run:
+    """A file on one batch: exact runs are shared by the judges that found the same codes."""
+
+    def __init__(self, verdict: Verdict, exact: ExactFile, feeds: Mapping[str, Any]) -> None:
+        self.verdict, self.exact, self.feeds = verdict, exact, feeds
+        self._traces: dict[bytes, Trace] = {}
+        verdict.num_sites = len(exact.sites)
+
+    def compare(self, judge: str, found: Mapping[str, Any]) -> None:
+        self.verdict.judged.append(judge)
+        for one in differences(judge, self.exact, self._trace(found), found):
+            if one.why:
+                self.verdict.explained[f"{judge}: {one.why}"] += 1
+            else:
+                self.verdict.faults.setdefault(f"{judge} after {'+'.join(sorted(one.ops))}", str(one))
+
+    def _trace(self, found: Mapping[str, Any]) -> Trace:
+        given = {site: found[site].astype(numpy.int64) for site in self.exact.sites if site in found}
+        key = b"".join(site.encode() + given[site].tobytes() for site in given)
+        if key not in self._traces:
+            self._traces[key] = self.exact.run(self.feeds, given)
+        return self._traces[key]
+
+    def is_undisturbed(self, judge: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+        """Whether the outputs of the file as it is are those of the exposed codes too, or in the limits of them."""
+        codes = {site: found[site] for site in self.exact.sites if site in found}
+        outputs = {name: value for name, value in plain.items() if name not in codes}
+        if all(numpy.array_equal(value, found[name], equal_nan=value.dtype.kind == "f") for name, value in plain.items()):
+            return
+        for one in differences(judge, self.exact, self._trace(codes), outputs):
+            if not one.why:
+                kind = f"{judge}, other outputs without the codes, after {'+'.join(sorted(one.ops))}"
+                self.verdict.faults.setdefault(kind, str(one))
+
+    def refused(self, judge: str, message: str) -> None:
+        rule = refusal_of(judge, message)
+        if rule is not None:
+            self.verdict.explained[f"{judge} refuses: {rule.why}"] += 1
+        else:
+            self.verdict.faults.setdefault(f"{judge} refuses", message)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:700]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Odd nets cause warnings: lazy layers, few samples, ranges of zero."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
