@@ -25,7 +25,7 @@ from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
-from sparsebit.deploy.comparing.verdict import verdict
+from sparsebit.deploy.comparing.verdict import EVEN, verdict
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.deploy.onnx_graph.model_file import checked_path, data_files, file_facts, need_own
 from sparsebit.deploy.runtimes import PROFILES
@@ -41,7 +41,6 @@ PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
 _LARGEST_TIMED = 1 << 30
 _TIMED_S = 1.5
-_EVEN = 0.03  # ratios this near 1 are the machine's noise
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Exported:
     def warnings(self, placement: str = "default") -> tuple[str, ...]:
         """The warnings of the audit, and one if the file is slower than float."""
         found, ratio = ((), None) if self.audit is None else (self.audit.warnings, self.audit.ratio)
-        if ratio is None or ratio <= 1 + _EVEN:
+        if ratio is None or ratio <= 1 + EVEN:
             return found
         remedy = "--placement measured finds out which layers to keep in float"
         if placement != "default":
