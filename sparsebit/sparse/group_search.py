@@ -187,6 +187,7 @@ class _Search:
 
     def choose(self) -> None:
         """Try other options where the channels that pass a choice cannot be removed."""
+        # Twice, because an option of one choice may only help after another choice has changed.
         for _ in range(2):
             before = self.analysis.score()
             for key, num_options in self._blocked():
@@ -226,6 +227,8 @@ class _Search:
     def prove(self) -> None:
         """Compare shrunk with masked until all that is left agrees, in ordinary runs and on forced branches."""
         self._prove_runs()
+        # Forced branches are compared once, when the ordinary runs agree. What they spare changes the analysis, so the
+        # ordinary runs are then proved again.
         for scene in self.paths.scenes:
             bench, dead = self._bench(), self._drawn(0)
             if dead and (failure := bench.compare_in(scene, dead, self.rules)):
@@ -323,6 +326,8 @@ class _Search:
                     continue
                 self.tried.add((choice.key, option))
                 options = {**self.options, choice.key: option}
+                # `_drawn` and `_bench` read `self.analysis`, so the option is set there and taken back if it does not
+                # help.
                 before, self.analysis = self.analysis, self._analyse(options)
                 dead, rules = self._drawn(seed), None
                 # An option that pins the failing channels is not a repair: it spares them in all modules of the class.
@@ -335,6 +340,7 @@ class _Search:
                         rules = self._better_rules(bench, dead, found, failure.position)
                 if rules is not None:
                     self.options, self.rules = options, rules
+                    # A size attribute that could not be repaired with the old labels may be repaired with the new ones.
                     self.hopeless.clear()
                     return True
                 self.analysis = before
@@ -346,6 +352,9 @@ class _Search:
         alive = {unit.label for unit in self.analysis.units}
         bench, groups = self._bench(), self.analysis.groups
         guilty = guilty_units(bench, self.rules, groups, set(failure.labels & alive), dead)
+        # The labels that meet at a failure do not show the cause if the failure is in another scene (it has no labels),
+        # if none of them was removed, or if sparing them before did not move the failure. Then groups are tried one by
+        # one.
         if failure.scene is not None or gone.isdisjoint(guilty) or failure.position in self.spared_at:
             blamed, self.rules = failing_groups(bench, self.rules, groups, dead, failure.scene)
         else:
@@ -362,6 +371,7 @@ class _Search:
         for reason in sorted(set(blamed.values())):
             _log.debug("spared: %s", reason)
             labels = [label for label, own in blamed.items() if own == reason]
+            # Pins name atoms, not labels: every analysis numbers its labels anew.
             pins = dict.fromkeys(self.analysis.atoms(labels), f"not proved: {reason}")
             self.pins = pins | self.pins
             self.analysis.pin(pins)
@@ -369,6 +379,8 @@ class _Search:
     def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis
         unproved = {unit.members: reason for unit, reason in self.unproved}
+        # Channels that failed in activations but leave layers are removable, so the report does not list them as
+        # spared.
         widened = {
             (*entry[:2], unproved[unit.members])
             for group in self.wide.groups

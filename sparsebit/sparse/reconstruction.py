@@ -160,6 +160,7 @@ class _Session:
         own = {**dict(self.pruned.named_parameters()), **dict(self.pruned.named_buffers())}
         for name, tensor in itertools.chain(graph.named_parameters(), graph.named_buffers()):
             target = own.get(source_path(name))
+            # Counters of batches are not copied: they are integers, and no fit has changed them.
             if target is not None and target.shape == tensor.shape and target.is_floating_point():
                 target.copy_(tensor)
 
@@ -224,6 +225,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     if bias is not None:
         wanted = layer.dense.get_parameter("bias") + shift.to(bias)
         bias.copy_(wanted * layer.masks["bias"] if "bias" in layer.masks else wanted)
+    # Without a bias the norm after the layer absorbs the mean error: it subtracts a mean that is smaller by `shift`.
     elif layer.running_mean is not None and layer.dense_running_mean is not None:
         layer.running_mean.copy_(layer.dense_running_mean - shift)
     live = M.any(-1)
@@ -252,6 +254,7 @@ def _moments(layer: _Layer, inputs: Inputs) -> tuple[tuple[InputMoments, InputMo
             step = max(1, rows // max(layer.max_rows, 8 * W.shape[-1]))
         parts = zip(layer.form.patches(x, step), layer.form.patches(original, step), strict=True)
         for patches, others in parts:
+            # Batches alternate between the halves, so that data that is sorted (by class, by time) is in both.
             halves[index % 2].add(patches, others)
             energy += (others.to(dtype) @ W.mT).square().sum(1, dtype=torch.float64)
     merged = (InputMoments(dtype), InputMoments(dtype))

@@ -131,6 +131,7 @@ class Search:
         best = self._known().kept
         rejects = best.selection.loss if best is not None and best.selection is not None else None
         log.info("%s: %s", name, candidate.why)
+        # If the least loss is wanted, a candidate that certainly loses more than the best one is not judged to the end.
         limit = rejects if self.ladder.goal.prefer == "loss" else None
         began = time.monotonic()
         try:

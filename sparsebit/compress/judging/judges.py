@@ -64,6 +64,7 @@ class SampleJudge:
     float_model: Any
     selection: Sequence[Any]
     final: Sequence[Any]
+    # By `id`: the judge holds the batches, so no other object gets the id of one.
     _known: dict[int, Any] = field(default_factory=dict)  # float scores, or small float outputs, by batch
     _cached: int = 0
 

@@ -40,6 +40,7 @@ def split(data: Any, validation: Any, *, needs_samples: bool) -> Samples:
         parts = _enough(calibration, _FEWEST, "data")
         half = math.ceil(len(parts) / 2)
         calibration, judging = parts[:half], parts[half:]
+    # Pieces alternate, so that both parts cover data that is sorted.
     return Samples(calibration, judging[0::2], judging[1::2])
 
 

@@ -132,6 +132,7 @@ def mixed_bits(known: Known) -> Candidate | None:
     if four is None or four.cost is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
         return None
     most = 1.0 if eight is None or eight.cost is None else eight.cost.bytes_ratio
+    # One bit of every weight is 1/32 of the float file's weights.
     least = four.cost.bytes_ratio - (4 - bits[0]) / 32
     low, high = (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, most)
     if "bytes" in known.goal.budget:
@@ -264,6 +265,7 @@ def _share_under_budget(known: Known, tried: list[LadderStep]) -> float | None:
     spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
     if spares and 0 <= spares[-1] < _SPARE * limit:
         return None
+    # An excess is corrected by more than itself and a rest by less, so that the next file stays below the limit.
     return limit + sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
 
 

@@ -90,6 +90,7 @@ class _Walker:
         if node.op_type in _LAYERS:
             maker = self.graph.producer.get(node.input[1])
             notes = {} if maker is None else {item.key: item.value for item in maker.metadata_props}
+            # The second call of a layer has the site `name#2`; kernels are listed by layer.
             sites = self.kernels.layers.get(str(notes.get(SITE_KEY, "")).partition("#")[0], sites)
         elif node.op_type in ("Add", "Mul"):
             sites = sites | (self.kernels.sums if node.op_type == "Add" else self.kernels.products)

@@ -56,6 +56,7 @@ def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool)
     shorter than the others is an error.
     """
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fake_quantize(node)]
+    # Exported graphs compute some scales and weights (a cast, a transpose); folded, they are constants to be stored.
     fold_constants(model, [value for node in nodes for value in node.inputs], stop=_is_fake_quantize)
     ports = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
     names: dict[str, int] = {}

@@ -64,6 +64,8 @@ def moved(sets: LabelSets, call: Call) -> list[Axes]:
             sets.pin(labels, f"{call.described()}: its index map is not known")
             continue
         for place, result in enumerate(results):
+            # Projecting an earlier output may have joined sets; the labels of this one are then no longer
+            # representatives.
             if sets.num_unions != state:
                 result = sets.roots(result)
             for target, moved in _projected(sets, call, result).items():
@@ -159,6 +161,7 @@ def _spread(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tensor]:
     """Labels (representatives) of elements as those of one dimension; where they vary along more, they are joined."""
+    # Along an expanded dimension (`_spread`) every position is the same element, so one of them is enough.
     for dim in range(elements.dim()):
         if elements.stride(dim) == 0 and elements.shape[dim] > 1:
             elements = elements.narrow(dim, 0, 1)

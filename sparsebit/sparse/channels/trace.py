@@ -191,6 +191,7 @@ class _Watch(TorchDispatchMode):
         name = self.names.get(id(tensor))
         if (found := _labelled(tensor, self.sets)) is not None or name is None or not tensor.is_floating_point():
             return found or (None,) * tensor.dim()
+        # A dimension of size 1 has no position to lose, and operators broadcast it.
         axes = tuple(self.sets.add_axis(name, dim, size) if size > 1 else None for dim, size in enumerate(tensor.shape))
         setattr(tensor, _ATTRIBUTE, (self.sets.number, axes))
         return axes

@@ -110,6 +110,7 @@ class _Layers:
         for (tensor, dim), own in places.items():
             if tensor not in self.modules or dim > 1:
                 continue
+            # A layer loses rows only together with the same places of its bias; columns have no bias.
             bias = f"{tensor.removesuffix('weight')}bias", 0
             if dim == 1 or self.modules[tensor]._parameters.get("bias") is None:
                 found.add((tensor, dim))

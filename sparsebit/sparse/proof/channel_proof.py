@@ -102,6 +102,7 @@ class Bench:
             if own == "weight":
                 spread[path] = tuple("out" if dim == 0 else "in" for dim in sorted(dims))
         attributes: dict[str, dict[str, Attribute]] = {}
+        # Rules of one tuple attribute each change one item of the value that the rules before them have left.
         for rule in (*rules, *self._group_rules()):
             size = int(alive[torch.tensor(rule.labels).clamp(min=FIXED)].sum())
             module = self.model.get_submodule(rule.module)
@@ -153,6 +154,8 @@ class Bench:
 
     def shrunk(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> nn.Module:
         plan = self.plan(dead, rules)
+        # A computed weight mixes input channels (a mean over them). To equal the masked model's, it has to be computed
+        # from the masked parameters, before channels are removed.
         copied = self.masked(dead) if self.computed else copy_model(self.model, share_parameters=True)
         apply_plan(copied, plan)
         return copied
@@ -185,6 +188,7 @@ class Bench:
             if _agrees_in(scene, masked, found, positions_of(dead)) and place is None:
                 return None
             problem = "the model returns other values without them" if place is None else _computing_with(place)
+        # Later than every position on the example, so that a repair that gets the run this far counts as progress.
         position = len(computing(self.steps)) + 1 + number
         return Failure((position, 0), where, f"{scene.name} {problem}", frozenset(), scene=scene)
 
@@ -205,6 +209,7 @@ class Bench:
         if is_masked and place is None:
             return None
         text = "the outputs of the model differ without them" if place is None else _computing_with(place)
+        # Different outputs do not show the place. Two more runs find the first operator that differs.
         wrong = self.first_wrong_value(dead, rules)
         return wrong or Failure((len(computing(self.steps)), 0), "", text, frozenset(gone))
 
@@ -235,6 +240,7 @@ class Bench:
             steps = same
         problem = _first_line(run.error) if run.error else "other operators run"
         reason = f"{where or 'the model'} fails at the smaller size: {problem}"
+        # Views since the last operator that computes: a repair may get the run past one view and fail at the next.
         moves = next((count for count, step in enumerate(reversed(run.steps)) if not step.is_move), len(run.steps))
         return self._failure(position, where, reason, steps, moves)
 

@@ -201,6 +201,7 @@ class _Search:
 
     def force(self) -> None:
         """Run the waiting arms, each together with those of the scene that led to it."""
+        # Runs are limited as well as scenes: a branch that fails becomes no scene, but its run took time.
         num_runs = 0
         while self.waiting and num_runs < 2 * _MOST_FORCED and len(self.forced) < _MOST_FORCED:
             branch, scene = self.waiting.popleft()
@@ -235,6 +236,7 @@ class _Search:
 
     def _matters(self, branch: Branch, code: tuple[ast.AST, ...]) -> bool:
         """Whether a branch may count channels: in a method of a module by any call, elsewhere by itself."""
+        # A branch that raises returns nothing that could differ.
         if any(isinstance(node, ast.Raise) for node in branch.code):
             return False
         function = branch.function.function

@@ -126,6 +126,7 @@ def natural_scenes(model: nn.Module, call: Call) -> list[Scene]:
     three = call
     if any(rows.has_rows):
         found.append(Scene("for a batch of 1", rows.of(call, [0])))
+        # Three samples: another number than the two of the example and the one above.
         three = rows.of(call, [place % rows.count for place in range(3)])
     scenes = [scene for scene in found if scene.trial(model) is not None]
     for sizes, resized in _other_sizes(call, three):
@@ -153,6 +154,7 @@ def _other_sizes(call: Call, three: Call) -> Iterator[tuple[str, Call]]:
                 def resized(x: Tensor, is_resized: Any = is_resized, change: Any = change) -> Tensor:
                     for dim in range(x.dim()):
                         if is_resized(x.dim(), dim):
+                            # `dim == 2` adds one row, so that a square image gets unequal sides.
                             size = max(1, x.shape[dim] * change[0] // change[1] + (dim == 2))
                             x = x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
                     return x

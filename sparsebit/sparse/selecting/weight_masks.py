@@ -43,6 +43,8 @@ class WeightMasks:
             module, apply = model.get_submodule(path), _ApplyMasks({"": parameters}, only_changed=True)
             module.register_forward_pre_hook(apply)
             module.register_state_dict_pre_hook(apply)
+            # `nn.MultiheadAttention` reads the weight of its `out_proj` without calling that layer, so the layer's own
+            # hook would not run.
             above, _, name = path.rpartition(".")
             if isinstance(reader := model.get_submodule(above), nn.MultiheadAttention):  # it does not call its layer
                 reader.register_forward_pre_hook(_ApplyMasks({name: parameters}, only_changed=True))

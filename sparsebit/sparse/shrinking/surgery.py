@@ -131,6 +131,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
     for path, sides in plan.spread.items():
         kept = plan.kept[f"{path}.weight".removeprefix(".")]
         spread_layer(model.get_submodule(path), *(kept[d] if side in sides else None for side, d in _SIDES))
+    # `follow_encoder` looks for attentions whose class `follow_attention` has changed.
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
     skip_blocks(model, plan.skipped, plan.norms)
