@@ -1,4 +1,8 @@
-"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`."""
+"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`.
+
+Groups that several verbs share are in `option_groups.py`. Fields become options in their order; those in
+`common` come first, without a heading. Importing this file must not load torch: `--help` would take seconds.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,7 @@ class CompressOptions:
     net: TrainedModel
     data: str = data_option()
     output: Path = option(..., "The folder of the run: the best file, records, all candidates.", "DIR", short="-o")
-    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt or virtual.", "BACKEND", short="-t")
+    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt, qnn or virtual.", "BACKEND", short="-t")
     max_loss: float | None = option(
         None, "The accuracy that may be lost, in points (default: 1, if there is no --budget).", "POINTS", min=0
     )
@@ -297,7 +301,7 @@ class CheckOptions:
     against: Path | None = option(None, "Compare with this float file.", "FLOAT.onnx")
     quantized: Path | None = option(None, "With --model: compare with this folder that quantize saved.", "DIR")
     runtime: str | None = option(
-        None, "onnxruntime or openvino (default: the one the file was exported for).", "NAME", short="-r"
+        None, "onnxruntime, openvino or qnn (default: the one the file was exported for).", "NAME", short="-r"
     )
     net: SourceModel = SourceModel()
     limits: Limits = Limits()
@@ -327,7 +331,7 @@ class AuditOptions:
 
     file: Path = argument(..., "The quantized file, of any tool.", "MODEL.onnx")
     against: Path | None = option(None, "The float file (default: this file without quantization).", "FLOAT.onnx")
-    runtime: str = option("onnxruntime", "onnxruntime or openvino.", "NAME", short="-r")
+    runtime: str = option("onnxruntime", "onnxruntime, openvino or qnn.", "NAME", short="-r")
     shape: list[InputShape] | None = option(
         None, "The shape of an input with open dimensions; may be repeated.", "NAME=NxCxHxW", parser=read_shape
     )

@@ -1,4 +1,9 @@
-"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before keeping it."""
+"""`--output model.onnx`: writes an ONNX file, compares it with the simulation before keeping it, and times it.
+
+`checked_file` raises before the long work for a name or a package that would fail later; `export` does the work;
+`Exported` holds the results and words them for the table, for `--json` and for a record. A file that differs from its
+simulation is not kept, unless `--no-check` is given.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
-from sparsebit.deploy.comparing.verdict import verdict
+from sparsebit.deploy.comparing.verdict import EVEN, verdict
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.deploy.onnx_graph.model_file import checked_path, data_files, file_facts, need_own
 from sparsebit.deploy.runtimes import PROFILES
@@ -36,7 +41,6 @@ PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
 _LARGEST_TIMED = 1 << 30
 _TIMED_S = 1.5
-_EVEN = 0.03  # ratios this near 1 are the machine's noise
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Exported:
     def warnings(self, placement: str = "default") -> tuple[str, ...]:
         """The warnings of the audit, and one if the file is slower than float."""
         found, ratio = ((), None) if self.audit is None else (self.audit.warnings, self.audit.ratio)
-        if ratio is None or ratio <= 1 + _EVEN:
+        if ratio is None or ratio <= 1 + EVEN:
             return found
         remedy = "--placement measured finds out which layers to keep in float"
         if placement != "default":
@@ -145,7 +149,7 @@ def require(*packages: str, extra: str | None = None) -> None:
         except ValueError:  # sys.modules holds None, as tests put it there
             missing = True
         if missing:
-            named = extra or ("openvino" if package == "openvino" else "onnx")
+            named = extra or {"openvino": "openvino", "onnxruntime_qnn": "qnn"}.get(package, "onnx")
             raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
 
 
@@ -172,8 +176,11 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
     if options.no_check:
         return Exported(target, num_bytes, float_bytes, untimed="--no-check")
     found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.simulated:
+        untimed = f"{profile.name} is simulated here, and a simulator's time says nothing about the device"
     if profile.executes is not None:
-        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+        found, reason = _audited(subject, target, profile.executes, options, num_bytes)
+        untimed = reason if profile.timed_in is not None else untimed
     advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
     return Exported(target, num_bytes, float_bytes, parity, found, untimed, advice)
 
@@ -198,9 +205,9 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The exported call, and its dynamic axes."""
     batch, is_open = subject.first_batch, options.dynamic_batch
-    # torch.export would take one sample as a fixed size: use two if the number is open, the same twice if need be.
+    # torch.export treats a size of 1 as fixed, so two samples are used if the number is open (if need be, equal ones).
     call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(2 if is_open else 1)])
-    # Axis 0 of every input whose rows are samples.
+    # Axis 0 is open in every input whose rows are samples; inputs are matched by identity, as two may be equal.
     samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
     named = _named_inputs(subject, options.input_names)
     axes = {name: {0: _BATCH} for name, tensor in named.items() if id(tensor) in samples}

@@ -1,4 +1,9 @@
-"""`sparsebit check`: does a runtime compute what an ONNX file says, and how far is that from the float model?"""
+"""`sparsebit check`: does a runtime compute what an ONNX file says, and how far is that from the float model?
+
+There are four comparisons: the file with itself as written (default), with a float file (`--against`), with the float
+model (`--model`), or with the simulation of a saved model (`--model --quantized`). All of them end in a `FileParity`,
+whose fault is raised after the result was printed, so that a script sees exit code 1 and the numbers.
+"""
 
 from __future__ import annotations
 

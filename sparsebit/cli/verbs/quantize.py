@@ -1,4 +1,9 @@
-"""`sparsebit quantize`: calibrate a model on data and save it as a folder, an ONNX file, or both."""
+"""`sparsebit quantize`: calibrate a model on data and save it as a folder, an ONNX file, or both.
+
+All checks of options and outputs come before the calibration, which may take long. `_Made` holds the results and words
+them for the table, for `--json` and for a record. The folder is saved first, because it is useful even if the ONNX file
+then fails its comparison.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +71,7 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
             done.qmodel.placement.save(asked.placed.save_placement)
         sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
     weight, exported = weight_size(done.qmodel), None
-    if folder is not None:  # first: it is of use even if the file then fails
+    if folder is not None:
         done.qmodel.save(folder)
     if file is not None and subject is not None:
         out.remark(f"writing {where.file}" + ("" if written.no_check else " and comparing it with the simulation"))

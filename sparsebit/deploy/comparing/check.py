@@ -37,9 +37,9 @@ Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 @dataclass(frozen=True)
 class FileParity:
-    """`divergence`: the first site whose codes differ, only in a comparison with the file itself.
+    """`divergence`: the first site whose codes differ; only for a comparison of the file with itself.
 
-    `fault`: how the runtime's results differ from the file's definition; empty if not at all, or if not checked.
+    `fault`: how the results exceed the tolerance; empty if they do not, or if there is no tolerance.
     """
 
     parity: Parity

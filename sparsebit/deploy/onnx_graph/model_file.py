@@ -58,9 +58,9 @@ def need_file(path: str | os.PathLike[str]) -> None:
 def staged(target: Path) -> Iterator[Path]:
     """A path in a hidden folder next to `target` to write to; at the end the files there replace the target.
 
-    After an exception (or a kill) the target is as it was; what a killed run has left is removed by the next.
+    After an exception (or a kill) the target is as it was; the next run removes what a killed run left.
     """
-    target = target.resolve()  # what a link points to is replaced, not the link
+    target = target.resolve()  # of a symbolic link, the file behind it is replaced
     with staging_folder(target) as folder:
         yield folder / target.name
         for path in folder.iterdir():
@@ -140,7 +140,7 @@ def graph_digest(path: Path) -> str:
     """SHA-256 of the graph: nodes and weights, without weights in a second file, and without metadata."""
     graph = onnx.load(str(path), load_external_data=False).graph
     for tensor in graph.initializer:
-        del tensor.external_data[:]  # names a file that is called differently each time
+        del tensor.external_data[:]  # it names the data file, whose name is random
     return hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A model file opened in its runtime: an ONNX file in ONNX Runtime or OpenVINO, a program in the runtime it is for.
+"""A model file opened in its runtime: an ONNX file in one of three, a program in the runtime that it is for.
 
 All run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
 a subclass of `Session` and a row in `open_session`.
@@ -16,7 +16,10 @@ from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.deploy.sessions.executorch_session import ExecuTorchSession
+from sparsebit.deploy.sessions.htp_simulator import PACKAGE as QNN
+from sparsebit.deploy.sessions.htp_simulator import HtpNode, open_on_htp
 from sparsebit.deploy.sessions.inductor_session import InductorSession
+from sparsebit.deploy.sessions.litert_session import LiteRtSession
 from sparsebit.deploy.sessions.session import File, Session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
@@ -25,12 +28,17 @@ RUNTIMES = ("onnxruntime", "openvino")  # of ONNX files
 PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {
     "executorch": ExecuTorchSession,
     "aot_inductor": InductorSession,
+    "litert": LiteRtSession,
 }
+# Of ONNX files too: they compute what a device computes, in another time.
+SIMULATORS = ("qnn",)
+_MODULES = {"qnn": QNN, "litert": "ai_edge_litert", "aot_inductor": "torch"}
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {
     "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
     "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+    "qnn": {},
 }
 # On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; with this option it multiplies uint8
 # by uint8, which is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
@@ -58,8 +66,8 @@ def open_session(
 
     `num_threads`: 0 lets the runtime choose. `optimize=False`: every node runs as it is written, which makes a QDQ
     file its own simulation (ONNX Runtime only). `optimized_file`: path to which ONNX Runtime writes the graph that it
-    executes. `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime
-    times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    executes. `options`: the runtime's own (session config entries; options of OpenVINO or QNN). `profile_prefix`: ONNX
+    Runtime times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
     A program of another runtime (`executorch`) has none of the last four.
     """
     if not isinstance(file, bytes):
@@ -67,6 +75,8 @@ def open_session(
     if runtime == "onnxruntime":
         return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
     check_runtime(runtime)
+    if runtime == "qnn":
+        return Qnn(file, num_threads, options or {})
     if runtime in PROGRAM_SESSIONS:
         return PROGRAM_SESSIONS[runtime](file, num_threads)
     return _OpenVino(file, num_threads, options or {})
@@ -74,14 +84,14 @@ def open_session(
 
 def check_runtime(runtime: str) -> None:
     """Raise for an unknown runtime."""
-    allowed = (*RUNTIMES, *PROGRAM_SESSIONS)
+    allowed = (*RUNTIMES, *SIMULATORS, *PROGRAM_SESSIONS)
     if runtime not in allowed:
         raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(allowed)}")
 
 
 def require_runtime(runtime: str) -> None:
     """Raise, before any work, if a runtime's package is not installed."""
-    if runtime != "aot_inductor" and importlib.util.find_spec(runtime) is None:  # which is a part of torch
+    if importlib.util.find_spec(_MODULES.get(runtime, runtime)) is None:
         raise _missing(runtime)
 
 
@@ -94,12 +104,13 @@ def _imported(runtime: str) -> Any:
 
 def _missing(runtime: str) -> MissingExtraError:
     purpose = "running a compiled program" if runtime in PROGRAM_SESSIONS else "running an ONNX file"
-    return MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, purpose)
+    package = _MODULES.get(runtime, runtime).replace("_", "-")
+    return MissingExtraError(package, "onnx" if runtime == "onnxruntime" else runtime, purpose)
 
 
 def runtime_version(runtime: str) -> str:
     """The installed version of a runtime's package."""
-    return metadata.version("torch" if runtime == "aot_inductor" else runtime)
+    return metadata.version(_MODULES.get(runtime, runtime))
 
 
 class _OnnxRuntime(Session):
@@ -132,6 +143,9 @@ class _OnnxRuntime(Session):
         source = file if isinstance(file, bytes) else str(file)
         with _errors_named("load in ONNX Runtime", file):
             self.session = onnxruntime.InferenceSession(source, settings, providers=["CPUExecutionProvider"])
+        self._read_ports()
+
+    def _read_ports(self) -> None:
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.inputs, self.outputs = (tuple(value.name for value in values) for values in (inputs, outputs))
         self.input_types = {value.name: _numpy_name(value.type) for value in inputs}
@@ -143,6 +157,20 @@ class _OnnxRuntime(Session):
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         with _errors_named("run in ONNX Runtime"):
             return list(self.session.run(self.outputs, dict(feeds)))
+
+
+class Qnn(_OnnxRuntime):
+    """`nodes`: the graph that the HTP executes. `options`: those of the provider."""
+
+    runtime = "qnn"
+
+    def __init__(self, file: File, num_threads: int, options: Mapping[str, str]) -> None:
+        settings = _imported("onnxruntime").SessionOptions()
+        settings.intra_op_num_threads = num_threads
+        source, name = (file, "the model") if isinstance(file, bytes) else (str(file), str(file))
+        self.nodes: tuple[HtpNode, ...]
+        self.session, self.nodes = open_on_htp(source, settings, options, name)
+        self._read_ports()
 
 
 class _OpenVino(Session):
