@@ -19,6 +19,8 @@ from sparsebit.deploy.audit.tensorrt_rules import RULES
 from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
+# Their pages are called like them.
+_PAGES = ("openvino", "tensorrt", "qnn", "litert", "coreml")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 # What a rule asks for, in words; the rule itself knows only where it is broken.
@@ -70,7 +72,7 @@ def files() -> str:
     """How each backend's file is written, and what runs it here."""
     head = ("backend", "bias", "int8 weights", "opset", "checked in")
     rows = [
-        (_code([profile.name]), profile.bias, _range(profile), str(profile.opset), _checked_in(profile))
+        (_code([profile.name]), profile.bias, _range(profile), _format(profile), _checked_in(profile))
         for profile in PROFILES.values()
     ]
     return table(head, rows)
@@ -89,7 +91,7 @@ def one_profile(name: str) -> str:
         ("activations", f"{profile.activation_scheme}, {_activation_type(profile)}"),
         ("bias", profile.bias),
         ("batch norms", "folded" if profile.folds_batchnorm else "kept"),
-        ("opset", str(profile.opset)),
+        ("opset", _format(profile)),
         ("checked in", _checked_in(profile)),
     ]
     return table(("", f"`{name}`"), rows)
@@ -143,6 +145,11 @@ def _activation_type(profile: RuntimeProfile) -> str:
     return "int8" if profile.activation_scheme.endswith("-symmetric") else "uint8"
 
 
+def _format(profile: RuntimeProfile) -> str:
+    """The opset of its files; of programs, which have none, the ending."""
+    return str(profile.opset) if profile.ending == ".onnx" else f"none: a `{profile.ending}` program"
+
+
 def _checked_in(profile: RuntimeProfile) -> str:
     return profile.executes or "onnxruntime, node by node"
 
@@ -179,7 +186,9 @@ def main() -> int:
         },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt", "qnn", "litert", "coreml")},
+        **{f"guides/{name}": {"profile": one_profile(name)} for name in _PAGES},
+        "guides/executorch": {"profile": one_profile("executorch")},
+        "guides/aot-inductor": {"profile": one_profile("aot_inductor")},
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

@@ -1,4 +1,8 @@
-"""The rules between keys: bits are given, the quantizer fits, the backend runs the format, BN tuning can work."""
+"""`broken_rules`: the rules between keys of one tensor's config.
+
+Bits are given, the quantizer fits the tensor, the number format fits the quantizer, the backend runs the format, and
+batch-norm tuning has per-channel weights. Used for configs (`schema.py`) and for changed plans (`planning/sites.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def broken_rules(
     yield from _backend(kind, tensor, backend, weight_only)
     if kind == "W" and bn_tuning is not None and tensor.granularity != "channel":
         scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
-        reason = f"BN tuning wants per-channel weights; set {scheme}, or {bn_tuning}"
+        reason = f"BN tuning needs per-channel weights; set {scheme}, or {bn_tuning}"
         yield _fault(kind, "QSCHEME", tensor.QSCHEME, reason)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -231,3 +232,9 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
     )
 }
+
+
+def owner_of(path: Path) -> str | None:
+    """The backend whose programs end like this file; None for an ONNX file, or an ending that none has."""
+    ending = path.suffix.lower()
+    return next((name for name, profile in PROFILES.items() if profile.ending == ending != ".onnx"), None)

@@ -1,8 +1,8 @@
 """`audit`: does a quantized file run in integers, is it faster than float, and if not, why?
 
-The runtime's own optimized graph is the evidence (`onnxruntime_graph`, `openvino_graph`); `fusion_reasons` explains
-each layer that it runs in float, and `verdict` sums up. Float and quantized file are timed in turns, since a busy
-machine would otherwise favour one of them.
+The evidence is the graph that the runtime itself optimized (`onnxruntime_graph`, `openvino_graph`), not the file.
+`fusion_reasons` explains each layer that runs in float, and `verdict` sums up. The float and the quantized file are
+timed in turns: on a busy machine, times that are measured one after the other would favour one of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sparsebit.deploy.audit import qnn_graph as audit_qnn
 from sparsebit.deploy.audit.fusion_reasons import reason_for
 from sparsebit.deploy.audit.layer_facts import LayerFacts
 from sparsebit.deploy.audit.onnxruntime_graph import Execution
+from sparsebit.deploy.audit.program_file import audit_program
 from sparsebit.deploy.audit.region_times import region_times
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
@@ -28,6 +29,7 @@ from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_lay
 from sparsebit.deploy.onnx_graph.model_file import num_bytes
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
 from sparsebit.deploy.sessions.runtime_sessions import SIMULATORS, check_runtime, open_session, runtime_version
@@ -38,7 +40,7 @@ from sparsebit.records.audit import Audit, Latency, LayerRun
 from sparsebit.records.phases import phase
 
 _NUM_NAMES = 3
-# Of the time for whole calls, what the times of single layers take; and how many rounds of them.
+# Timing single layers takes this share of the time for whole calls, in at least and at most so many rounds.
 _LAYERS_SHARE, _FEWEST_ROUNDS, _MOST_ROUNDS = 0.15, 3, 20
 _KEEP_FLOAT = (
     "what the file keeps in float is not computed in float; export_onnx of this release keeps it so, or open the "
@@ -72,10 +74,13 @@ def audit(
 
     `against`: the float file; without it the quantized file with its quantization taken out (`float_twin`).
     `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
+    A program (`.pte`, `.pt2`) is opened in the runtime of its ending; it is timed only if `against` is given.
     `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing. A simulator is never timed.
     """
-    check_runtime(runtime)
     path = Path(file)
+    if (owner := owner_of(path)) is not None:
+        return audit_program(path, owner, against, feeds, (num_threads, repeats, budget_s))
+    check_runtime(runtime)
     model = load_model(path)
     graph = Graph(_with_types(model))
     executed = _EXECUTED[runtime]
@@ -158,7 +163,7 @@ def _latency(
 def _timed(
     found: Audit, model: Any, float_file: Path, arrays: dict[str, Any], latency: dict[str, Latency], budget_s: float
 ) -> tuple[LayerRun, ...]:
-    """The layers with their times in both files, by the runtime's own clock, in a part of the time for whole calls."""
+    """The layers with their times in both files, measured by the runtime's own profiler."""
     if model.ByteSize() > TWO_GIGABYTES:
         return found.layers
     one_round_s = sum(timed.wall_ms for timed in latency.values()) / 1e3
@@ -185,7 +190,7 @@ def _float_file(model: Any, against: Any) -> Iterator[tuple[Path, int]]:
 
 @contextlib.contextmanager
 def _named(path: Path, graph: Graph) -> Iterator[Path]:
-    """The file, or a copy of it in which every node has a unique name, by which runtimes identify it."""
+    """The file, or a copy in which every node has a unique name: layers are found in the runtime's graph by name."""
     names = [node.name for node in graph.nodes]
     if "" not in names and len(set(names)) == len(names):
         yield path
@@ -222,7 +227,7 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Itera
             f"its export: export it again{compare if runtime == 'onnxruntime' else ''}"
         )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
-        yield "layers inside If, Loop and Scan are not looked into"
+        yield "layers inside If, Loop and Scan are not examined"
 
 
 def _is_rounded_against_the_plan(layer: LayerRun, runtime: str) -> bool:

@@ -1,6 +1,7 @@
 """Why a layer runs in float and what to do about it: a table of patterns around the layer, in order of priority.
 
-The patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
+`ROWS` is the table; the first row that applies is the reason, so a general row must come after the special ones. The
+patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
 tests trigger every row of ONNX Runtime with a real file in the real runtime.
 """
 
@@ -78,7 +79,7 @@ def reason_for(site: FusionSite, runtime: str) -> Reason:
             continue
         if found := row.applies(site):
             remedy = row.remedy
-            if site.graph.backend == runtime:  # no advice to export for it
+            if site.graph.backend == runtime:  # it was exported for this runtime: do not advise that
                 for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
                     remedy = remedy.replace(words, "")
             return Reason(
@@ -88,7 +89,7 @@ def reason_for(site: FusionSite, runtime: str) -> Reason:
         remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
         return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
     compare = "compare its surroundings with those of a fused layer"
-    return Reason("the runtime left it so, for none of the known reasons", compare)
+    return Reason("the runtime left it in float for an unknown reason", compare)
 
 
 def _product_by_design(site: FusionSite) -> bool:
@@ -221,9 +222,9 @@ _CONVERSIONS_COST = "the conversions around it would cost more than integers sav
 _WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
 
 ROWS: tuple[Row, ...] = (
-    Row("it was switched off by the config", "take the key out of the config, if it should run in integers",
+    Row("it was switched off by the config", "remove the key from the config, if it should run in integers",
         lambda site: site.switched_off, on_purpose=True),
-    Row("the file keeps it in float, as it was simulated", "take QUANTIZER.DISABLE out of the config, if it is there",
+    Row("the file keeps it in float, as it was simulated", "remove QUANTIZER.DISABLE from the config, if it is there",
         lambda site: not site.heavy and site.op != "Add" and site.is_meant_float, on_purpose=True),
     Row("products of two activations stay in float by design", f"nothing: {_CONVERSIONS_COST}", _product_by_design,
         on_purpose=True),

@@ -131,6 +131,7 @@ class Finder:
         yield from (other for other in self._renamed if other.name.startswith(blocked))
         for value in ends:
             yield from self._makers(value)
+        # Last resort: a fusion may rename the node and all its outputs, but it keeps the names of its initializers.
         if is_heavy(node.op_type):
             for name in node.input[1:4]:
                 yield from self._optimized.readers[self._stored(name)]

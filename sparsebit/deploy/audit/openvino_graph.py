@@ -49,7 +49,7 @@ class Executed:
 
     def op_of(self, node: Any) -> ExecutedOp | None:
         """The op that contains a node of the file."""
-        bias = FusionSite(self.graph, node).bias_add  # a product goes by the name of the add that it took in
+        bias = FusionSite(self.graph, node).bias_add  # OpenVINO names a product after the Add of its bias
         return _find(node, self._by_origin) or (_find(bias, self._by_origin) if bias is not None else None)
 
     def arithmetic_of(self, name: str) -> Arithmetic:

@@ -22,7 +22,7 @@ Feeds = dict[str, Any]
 
 
 class FileModel(nn.Module):
-    """Runs the file in the same session as users do, in the file's batch size.
+    """Runs the file in the session that users open. A larger batch is split into pieces of the file's batch size.
 
     `signature`: the signature of the model's forward if keywords are named as its parameters; otherwise they are named
     as the file's inputs.

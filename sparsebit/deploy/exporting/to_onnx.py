@@ -1,7 +1,9 @@
 """Converts a module, as it runs on one example, to an `onnx_ir.Model` in which each fake-quant is one node.
 
 The node is `sparsebit::FakeQuantize(x, scale, zero_point)`, or `FakeFloat8(x, scale)`, with the site's name in `tag`;
-`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names.
+`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names; every caller that feeds a file
+must flatten its call in the same way (`flat_inputs`, `in_order`). The file holds the branches that the example takes;
+a branch on an open size causes a warning (`branches_on_sizes`).
 """
 
 from __future__ import annotations
@@ -253,6 +255,7 @@ def branches_on_sizes() -> Iterator[list[str]]:
     """
     found: list[str] = []
     thread = threading.get_ident()
+    # torch has no hook for the moment when code branches on a symbolic size, so this method is patched meanwhile.
     original: Any = torch.SymBool.__bool__
 
     def answer(question: torch.SymBool) -> bool:

@@ -65,7 +65,7 @@ class ProgramSession(Session):
         )
 
     def checked(self, feeds: Any) -> list[Any]:
-        """The arrays in the file's order, in C's order of elements; a DeploymentError for a name, shape or type that the program does not take.
+        """The arrays in the file's order, contiguous; a DeploymentError for a wrong name, shape or type.
 
         Compiled programs do not check these themselves: some compute something else.
         """

@@ -1,4 +1,13 @@
-"""Checks of an exported file: runs it in its runtime on real inputs and compares it with the simulation."""
+"""`check_parity`: runs an exported file in its runtime on real inputs, and compares it with the simulation.
+
+Three levels. The stored numbers must equal the simulation's (`stored_difference`). The outputs must agree within the
+tolerance. Where ONNX Runtime executes integers, the codes of every site must agree bit by bit as far as all kernels
+before are known to be exact (`_trace`), even if no output shows a difference on this data. An error names the first
+site that differs.
+
+Runtime options that change values are part of the judgement: on CPUs without VNNI, ONNX Runtime's 8-bit sums saturate
+at 16 bits, so a file that fails there is tried again with the option that avoids it, and the user is warned.
+"""
 
 from __future__ import annotations
 
@@ -279,7 +288,7 @@ def check_rules(file: Path, name: str) -> None:
 def file_calls(
     model: nn.Module, run: Any, device: torch.device | str, session: Session, data: Any, num_samples: int
 ) -> Iterator[Call]:
-    """Batches in the file's batch size. `run`: a callable that computes the outputs of `model`'s calls on `device`."""
+    """The data's samples in batches of the file's batch size. `run`: computes the outputs of `model` on `device`."""
     left = num_samples
     for args, keywords in calls(data, model, device):
         call = args, in_order(keywords, inspect.signature(model.forward))
@@ -299,7 +308,7 @@ def file_calls(
 
 
 def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
-    """The call with these of its samples: rows of inputs whose size in the file is their number, or open."""
+    """The call with some of its samples: rows are taken of inputs whose first size in the file fits, or is dynamic."""
     if len(rows) == given:
         return call
     shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` rejects other numbers
