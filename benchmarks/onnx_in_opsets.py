@@ -1,6 +1,6 @@
 """Float ONNX files of four opsets: loaded, quantized for ONNX Runtime, and compared with the same model from PyTorch.
 
-    python benchmarks/onnx_in_opsets.py [--models resnet50,yolov5n,minilm,efficientnet_lite0] [--json FILE]
+    python benchmarks/onnx_in_opsets.py [--models resnet50,minilm] [--steps load,pytorch,nncf] [--json FILE]
 
 Each model is exported with opset 11, 13 and 17 (torch's exporter of TorchScript) and 21 (torch.export). Prints a JSON
 line for each file: the difference of the loaded module from ONNX Runtime and how many layers have their PyTorch names;
@@ -28,24 +28,34 @@ import deploy_peers
 import numpy as np
 import torch
 from common import emit, sqnr_db
-from deploy_models import CASES, Case, _random, _timm, batch, batches, run
+from deploy_models import CASES, Case, _images, _judge_classes, _made_up_images, _random, _timm, batch, batches, run
+from models import cifar, efficientnet_lite0, yolov5n
 from torch import nn
 
 OPSETS = {11: False, 13: False, 17: False, 21: True}  # with torch.export or not
 PEER_OPSET = 17
-MODELS: dict[str, Callable[[], Case]] = {
-    "resnet50": partial(_random, "resnet50", partial(_timm, "resnet50")),
-    **{name: CASES[name] for name in ("yolov5n", "efficientnet_lite0")},
-    "minilm": lambda: _plain_attention(CASES["minilm"]()),
-}
+LOADS = [f"load {opset}" for opset in OPSETS]
+TASKS = {"yolov5n": yolov5n, "efficientnet_lite0": efficientnet_lite0, "resnet20": partial(cifar, "resnet20", 2000)}
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
 SECONDS = 10.0  # of timing for each model
 
 
-def _plain_attention(case: Case) -> Case:
-    """Matrix products and a softmax: torch's attention function has no form before opset 14."""
-    case.model.model.set_attn_implementation("eager")
-    return case
+def model_case(name: str, *, is_scored: bool) -> Case:
+    """The model with its data; without the inputs of its evaluation, which take a while, if no file is scored."""
+    if name == "minilm":
+        case = CASES[name]()
+        case.model.model.set_attn_implementation("eager")  # torch's attention function has no form before opset 14
+        return case
+    if name == "resnet50" and is_scored:
+        return _random(name, partial(_timm, name))
+    if is_scored:
+        return CASES[name]()
+    if name == "resnet50":
+        net, some = _timm(name).eval(), _images(_made_up_images(4, 1))
+    else:
+        task = TASKS[name]()
+        net, some = task.model.eval(), _images(task.calibration[0][:4])
+    return Case(name, net, some, some, _judge_classes)
 
 
 def export(case: Case, opset: int, file: Path) -> None:
@@ -107,16 +117,19 @@ TOOLS: dict[str, deploy_peers.Tool] = {
 }
 
 
-def examine(name: str, folder: Path, results: Path | None) -> None:
-    case = MODELS[name]()
+def examine(name: str, folder: Path, steps: list[str], results: Path | None) -> None:
+    tools = {tool: make for tool, make in TOOLS.items() if tool in steps}
+    case = model_case(name, is_scored=bool(tools))
     folder.mkdir(parents=True, exist_ok=True)
     done = _done(results, name)
     for opset in OPSETS:
         file = folder / f"float {opset}.onnx"
-        if f"load {opset}" not in done or not file.is_file():
+        if f"load {opset}" in steps and (f"load {opset}" not in done or not file.is_file()):
             _step(name, f"load {opset}", results, partial(_loaded, case, opset, file))
+    if not tools:
+        return
     reference = _outputs(folder / f"float {PEER_OPSET}.onnx", case)
-    for tool, make in TOOLS.items():
+    for tool, make in tools.items():
         opset = int(tool.split()[1]) if tool.startswith("opset") else PEER_OPSET
         file, floating = folder / f"{tool}.onnx", folder / f"float {opset}.onnx"
         if tool == "nncf tuned" and case.is_transformer:
@@ -182,13 +195,15 @@ def _done(results: Path | None, name: str) -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="resnet50,yolov5n,minilm,efficientnet_lite0")
+    parser.add_argument("--steps", default=",".join(["load", *TOOLS]), help="of " + ", ".join(["load", *TOOLS]))
     parser.add_argument("--folder", type=Path, default=deploy_peers.ROOT / "build" / "onnx_in_opsets")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    steps = [step for word in options.steps.split(",") for step in (LOADS if word == "load" else [word])]
     for name in options.models.split(","):
-        examine(name, options.folder / name, options.json)
+        examine(name, options.folder / name, steps, options.json)
 
 
 if __name__ == "__main__":

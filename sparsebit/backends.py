@@ -110,11 +110,35 @@ BACKENDS: dict[str, Backend] = {
             ),
         ),
         Backend(
+            "aot_inductor",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "aot_inductor runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "aot_inductor runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "aot_inductor runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
             "executorch",
             weight=_rules({8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights"),
             activation=_rules({8}, {"tensor"}, _BOTH, "executorch runs 8-bit per-tensor activations"),
             weight_only=_rules(
                 {8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
+            "litert",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "litert runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
+            "coreml",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "coreml runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights with float activations"
             ),
         ),
     )

@@ -66,10 +66,11 @@ class QuantizeOptions:
 
     net: TrainedModel
     data: str | None = data_option(None, " Not needed for -c weights-only.")
-    config: str = config_option("onnxruntime")
+    config: str | None = config_option(None, " (the backend of the file's ending; onnxruntime)")
     output: list[Path] = option(
-        ..., "A folder to load in Python, or a file for the runtime; twice for both.", "DIR|FILE.onnx", short="-o"
-    )
+        ..., "A folder to load in Python, or a file for the runtime (.onnx, .pte, .pt2); twice for both.", "DIR|FILE",
+        short="-o",
+    )  # fmt: skip
     effort: str | None = option(
         None, "Add GPTQ (good: 5 times as long) or reconstruction too (best: minutes).", "fast|good|best"
     )

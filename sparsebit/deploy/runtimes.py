@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class RuntimeProfile:
     apart: frozenset[Format] = frozenset()
     opset: int = 21
     ending: str = ".onnx"
-    executes: Literal["onnxruntime", "openvino", "executorch", "qnn"] | None = None
+    executes: Literal["onnxruntime", "openvino", "executorch", "aot_inductor", "qnn", "litert"] | None = None
     simulated: bool = False
     open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -187,5 +188,52 @@ PROFILES: dict[str, RuntimeProfile] = {
             executes="executorch",
             costs=MappingProxyType(_CONVERTED_COSTS),
         ),
+        RuntimeProfile(
+            "litert",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".tflite",
+            executes="litert",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "coreml",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".mlpackage",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "aot_inductor",
+            inputs=frozenset({"linear"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            ending=".pt2",
+            executes="aot_inductor",
+            costs=MappingProxyType(
+                {"SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops"},
+            ),
+        ),
     )
 }
+
+
+def owner_of(path: Path) -> str | None:
+    """The backend whose programs end like this file; None for an ONNX file, or an ending that none has."""
+    ending = path.suffix.lower()
+    return next((name for name, profile in PROFILES.items() if profile.ending == ending != ".onnx"), None)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy
 import onnx
+import torch
+import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -63,6 +65,9 @@ class ExactFile:
         nodes = [node for node in self.graph.nodes if node.op_type == QUANTIZE]
         self.sites = [node.output[0] for node in nodes if not self.graph.is_weight(node.input[0])]
         self.outputs = [value.name for value in model.graph.output]
+        self.ops = {node.op_type for node in self.graph.nodes}
+        types = (self.graph.type_of(self.graph.producer[site].input[2]) for site in self.sites)
+        self.bits = {int(name.lstrip("uint")) for name in types}
         self._model = _in_double(model)
 
     def run(self, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Trace:
@@ -72,7 +77,7 @@ class ExactFile:
         feeds = {name: _double(value) for name, value in inputs.items()}
         with warnings.catch_warnings(), numpy.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            runner = ReferenceEvaluator(self._model, new_ops=[rounding, DequantizeLinear])
+            runner = ReferenceEvaluator(self._model, new_ops=[rounding, DequantizeLinear, Conv, ConvTranspose])
             trace.values = runner.run(None, feeds, intermediate=True)
         return trace
 
@@ -99,7 +104,8 @@ class ExactFile:
         return max((self._summed(node, trace) for node in stretch.nodes), default=0.0)
 
     def _summed(self, node: Any, trace: Trace) -> float:
-        values = [trace.values.get(name) for name in (*node.input, *node.output) if name]
+        names = node.output if node.op_type == DEQUANTIZE else (*node.input, *node.output)  # it reads codes
+        values = [trace.values.get(name) for name in names if name]
         largest = [_largest(value) for value in values]
         if node.op_type not in LAYERS:
             return max(largest, default=0.0)
@@ -107,6 +113,38 @@ class ExactFile:
         sums = [weight.sum(tuple(a for a in range(weight.ndim) if a != axis)).max(initial=0.0) for axis in (0, -1)]
         sums += [weight.sum(tuple(range(2, weight.ndim)) or None).max(initial=0.0) * weight.shape[0]] * (weight.ndim > 2)
         return max(*largest, largest[0] * float(max(sums)))
+
+
+class Conv(OpRun):
+    """Of torch, since that of the reference evaluator is slow, and its transposed one fails for groups."""
+
+    def _run(self, x: Any, weight: Any, bias: Any = None, **attributes: Any) -> tuple[Any]:  # type: ignore[override]
+        dims, given = x.ndim - 2, {name: value for name, value in attributes.items() if value is not None}
+        pads = list(given.get("pads", [0] * 2 * dims))
+        if given.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+            raise NotImplementedError(f"auto_pad={given['auto_pad']}")
+        ends = [pads[axis + side * dims] for axis in reversed(range(dims)) for side in (0, 1)]
+        strides, dilations = (tuple(given.get(name, [1] * dims)) for name in ("strides", "dilations"))
+        tensors = [torch.from_numpy(numpy.ascontiguousarray(value)) for value in (x, weight)]
+        tensors += [torch.from_numpy(bias) if bias is not None else None]
+        y = self._product(*tensors, dims, ends, strides, dilations, given)
+        return (y.numpy(),)
+
+    def _product(
+        self, x: Any, weight: Any, bias: Any, dims: int, ends: list[int], strides: Any, dilations: Any, given: Any
+    ) -> Any:
+        function = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        return function(F.pad(x, ends), weight, bias, strides, 0, dilations, given.get("group", 1))
+
+
+class ConvTranspose(Conv):
+    def _product(
+        self, x: Any, weight: Any, bias: Any, dims: int, ends: list[int], strides: Any, dilations: Any, given: Any
+    ) -> Any:
+        function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        more = tuple(given.get("output_padding", [0] * dims))
+        y = function(x, weight, bias, strides, 0, more, given.get("group", 1), dilations)
+        return F.pad(y, [-end for end in ends])
 
 
 class DequantizeLinear(OpRun):

@@ -23,10 +23,12 @@ def available() -> dict[str, Judge]:
     return {name: judge for name, (package, judge) in _JUDGES.items() if _is_installed(package)}
 
 
-def with_outputs(model: Any, names: list[str]) -> Any:
-    """The model, with values inside it as further outputs."""
+def with_outputs(model: Any, names: list[str], *, alone: bool = False) -> Any:
+    """The model, with values inside it as further outputs, or `alone`."""
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
+    if alone:
+        del copied.graph.output[:]
     known = {value.name for value in copied.graph.output}
     types = {value.name: value for value in copied.graph.value_info}
     for name in names:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.differential.comparing import differences
 from tests.differential.exact_run import ExactFile, Trace
 from tests.differential.judges import FUSING, available, with_outputs
 from tests.differential.net import Net
-from tests.differential.rules import refusal_of
+from tests.differential.rules import refusal_of, unfit_for
 from tests.fuzz.program import Compiled
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -95,19 +96,21 @@ def _compared(
     model = onnx.load(str(file))
     exact = ExactFile(model)
     feeds = {"x": batches[1][0].numpy()}
-    run = _Run(verdict, exact, feeds)
+    run = _Run(verdict, model, exact, feeds)
     run.compare(SIMULATION, _simulated(qmodel, batches[1], exact))
     exposed = with_outputs(model, exact.sites)
     known = available()
     for name in judges:
+        if row := unfit_for(name, exact.bits, exact.ops):
+            verdict.explained[f"{name} is not asked: {row.why}"] += 1
+            continue
         try:
             found = known[name](exposed, feeds)
-            plain = known[name](model, feeds) if name in FUSING and exact.sites else {}
+            run.compare(name, found)
+            if name in FUSING and exact.sites:
+                run.compare_unexposed(name, functools.partial(known[name], feeds=feeds), found)
         except Exception as error:
             run.refused(name, _told(error))
-            continue
-        run.compare(name, found)
-        run.is_undisturbed(name, found, plain)
     try:
         qmodel.check_onnx(file, batches)
     except DeploymentError as error:
@@ -127,18 +130,18 @@ def _simulated(qmodel: QuantModel, batch: tuple[Tensor, ...], exact: ExactFile) 
 class _Run:
     """A file on one batch: exact runs are shared by the judges that found the same codes."""
 
-    def __init__(self, verdict: Verdict, exact: ExactFile, feeds: Mapping[str, Any]) -> None:
-        self.verdict, self.exact, self.feeds = verdict, exact, feeds
+    def __init__(self, verdict: Verdict, model: Any, exact: ExactFile, feeds: Mapping[str, Any]) -> None:
+        self.verdict, self.model, self.exact, self.feeds = verdict, model, exact, feeds
         self._traces: dict[bytes, Trace] = {}
         verdict.num_sites = len(exact.sites)
 
-    def compare(self, judge: str, found: Mapping[str, Any]) -> None:
-        self.verdict.judged.append(judge)
-        for one in differences(judge, self.exact, self._trace(found), found):
+    def compare(self, shown: str, found: Mapping[str, Any], judge: str = "") -> None:
+        self.verdict.judged.append(shown)
+        for one in differences(judge or shown, self.exact, self._trace(found), found):
             if one.why:
-                self.verdict.explained[f"{judge}: {one.why}"] += 1
+                self.verdict.explained[f"{shown}: {one.why}"] += 1
             else:
-                self.verdict.faults.setdefault(f"{judge} after {'+'.join(sorted(one.ops))}", str(one))
+                self.verdict.faults.setdefault(f"{shown} after {'+'.join(sorted(one.ops))}", str(one))
 
     def _trace(self, found: Mapping[str, Any]) -> Trace:
         given = {site: found[site].astype(numpy.int64) for site in self.exact.sites if site in found}
@@ -147,16 +150,13 @@ class _Run:
             self._traces[key] = self.exact.run(self.feeds, given)
         return self._traces[key]
 
-    def is_undisturbed(self, judge: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
-        """Whether the outputs of the file as it is are those of the exposed codes too, or in the limits of them."""
-        codes = {site: found[site] for site in self.exact.sites if site in found}
-        outputs = {name: value for name, value in plain.items() if name not in codes}
+    def compare_unexposed(self, judge: str, run: Callable[[Any], dict[str, Any]], found: Mapping[str, Any]) -> None:
+        """The outputs of the file as it is, if they differ: after the codes that its beginnings end with."""
+        plain = run(self.model)
         if all(numpy.array_equal(value, found[name], equal_nan=value.dtype.kind == "f") for name, value in plain.items()):
             return
-        for one in differences(judge, self.exact, self._trace(codes), outputs):
-            if not one.why:
-                kind = f"{judge}, other outputs without the codes, after {'+'.join(sorted(one.ops))}"
-                self.verdict.faults.setdefault(kind, str(one))
+        codes = {site: run(with_outputs(self.model, [site], alone=True))[site] for site in self.exact.sites}
+        self.compare(f"{judge}, unexposed", {**plain, **codes}, judge)
 
     def refused(self, judge: str, message: str) -> None:
         rule = refusal_of(judge, message)
@@ -167,7 +167,9 @@ class _Run:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:700]
+    """With the end of the runtime's own message, which says more than its first lines."""
+    cause = f" ... {str(error.__cause__)[-600:]}" if error.__cause__ else ""
+    return f"{type(error).__name__}: {error}"[:700] + cause
 
 
 @contextlib.contextmanager

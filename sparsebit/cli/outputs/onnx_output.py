@@ -20,6 +20,7 @@ from sparsebit.cli.inputs.calibrated_model import Subject
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.cli.outputs.output import kilobytes
+from sparsebit.cli.outputs.program_output import checked_program, write_program
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.comparing.file_model import FileModel
@@ -30,10 +31,12 @@ from sparsebit.deploy.onnx_graph.model_file import checked_path, data_files, fil
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.execution.batches import Call
+from sparsebit.quantization.exporting.export_file import checked_target
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records import FileFacts, ParityCheck
 from sparsebit.records.audit import Audit
 
+FILE_ENDINGS = tuple(dict.fromkeys(profile.ending for profile in PROFILES.values()))
 PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
 _LARGEST_TIMED = 1 << 30
@@ -53,8 +56,8 @@ class Exported:
     float_bytes: int
     parity: Parity | None = None
     audit: Audit | None = None
-    advice: tuple[Violation, ...] | None = None
     untimed: str = ""
+    advice: tuple[Violation, ...] | None = None
 
     @property
     def time(self) -> str:
@@ -120,6 +123,9 @@ class Exported:
 
 def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
     """The path, if the file can be written and the required packages are installed; checked before the work."""
+    program = checked_target(path, backend)
+    if program is not None:
+        return checked_program(path.expanduser(), program, options)
     target = checked_path(path.expanduser())
     runtime = PROFILES[backend].executes or "onnxruntime"
     require(*PACKAGES, *([] if options.no_check else [runtime]))
@@ -149,6 +155,10 @@ def require(*packages: str, extra: str | None = None) -> None:
 
 def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
     """Write the file; by default compare it with the simulation and check how its runtime executes it."""
+    if target.suffix.lower() != ".onnx":
+        batch, axes = example_of(subject, options)
+        made = write_program(subject.data, (batch[1] or batch[0], axes), qmodel, target, options)
+        return Exported(target, target.stat().st_size, float_bytes, *made)
     (args, kwargs), axes = example_of(subject, options)
     parity = qmodel.export_onnx(
         kwargs or args,
@@ -172,7 +182,7 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
         found, reason = _audited(subject, target, profile.executes, options, num_bytes)
         untimed = reason if profile.timed_in is not None else untimed
     advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
-    return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
+    return Exported(target, num_bytes, float_bytes, parity, found, untimed, advice)
 
 
 def scored_file(file: Path, model: nn.Module) -> dict[str, tuple[Callable[..., Any], str]]:

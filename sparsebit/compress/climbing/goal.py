@@ -74,11 +74,17 @@ def read_goal(
 
 def need_backend(target: str) -> None:
     """Raise a ConfigError unless the target is a backend of networks."""
+    allowed = [name for name in BACKENDS if PROFILES[name].ending == ".onnx"]
+    if target in BACKENDS and target not in allowed:
+        raise ConfigError(
+            f"target={target!r}: compress tries many files, which are ONNX files, and those of {target} take a "
+            f"compiler; allowed: {', '.join(allowed)}. sparsebit.quantize(model, data, {target!r}) makes one {target} file"
+        )
     if target not in BACKENDS:
         near = nearest(target, BACKENDS)
         hint = f"; did you mean {near}?" if near else ""
         models = "for a language model, give its folder as the model"
-        raise ConfigError(f"target={target!r}: allowed: {', '.join(BACKENDS)}{hint}; {models}")
+        raise ConfigError(f"target={target!r}: allowed: {', '.join(allowed)}{hint}; {models}")
 
 
 def read_amount(name: str, limit: float | str) -> float:

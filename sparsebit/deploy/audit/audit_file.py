@@ -21,6 +21,7 @@ from sparsebit.deploy.audit import qnn_graph as audit_qnn
 from sparsebit.deploy.audit.fusion_reasons import reason_for
 from sparsebit.deploy.audit.layer_facts import LayerFacts
 from sparsebit.deploy.audit.onnxruntime_graph import Execution
+from sparsebit.deploy.audit.program_file import audit_program
 from sparsebit.deploy.audit.region_times import region_times
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
@@ -28,6 +29,7 @@ from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_lay
 from sparsebit.deploy.onnx_graph.model_file import num_bytes
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
 from sparsebit.deploy.sessions.runtime_sessions import SIMULATORS, check_runtime, open_session, runtime_version
@@ -72,10 +74,13 @@ def audit(
 
     `against`: the float file; without it the quantized file with its quantization taken out (`float_twin`).
     `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
+    A program (`.pte`, `.pt2`) is opened in the runtime of its ending; it is timed only if `against` is given.
     `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing. A simulator is never timed.
     """
-    check_runtime(runtime)
     path = Path(file)
+    if (owner := owner_of(path)) is not None:
+        return audit_program(path, owner, against, feeds, (num_threads, repeats, budget_s))
+    check_runtime(runtime)
     model = load_model(path)
     graph = Graph(_with_types(model))
     executed = _EXECUTED[runtime]

@@ -22,7 +22,7 @@ from sparsebit.deploy.comparing.divergence import (
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.qdq_graph import TWO_GIGABYTES, load_model
-from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.deploy.sessions.runtime_sessions import EXACT, open_session
 from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
@@ -48,7 +48,9 @@ class FileParity:
 
 
 def runtime_of(file: Path) -> str:
-    """The runtime that a file was exported for, by its metadata; ONNX Runtime for files of other tools."""
+    """The runtime that a file was exported for, by its ending or metadata; ONNX Runtime for files of other tools."""
+    if (owner := owner_of(file)) is not None:
+        return owner
     facts = {entry.key: entry.value for entry in load_model(file).metadata_props}
     profile = PROFILES.get(facts.get("sparsebit.backend", ""))
     return (profile.executes if profile is not None else None) or "onnxruntime"
@@ -59,6 +61,11 @@ def check_as_written(
     file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:
     """Whether the runtime computes the file as it is written, and if not, the first site that differs."""
+    if owner_of(file) is not None:
+        raise DeploymentError(
+            f"{file}: a compiled program runs in one way only, so it has no second result to compare with; give the "
+            "model that it was made from (--model with --quantized), or a float file (--against)"
+        )
     tolerance = tolerance or Tolerance()
     runtime = runtime or runtime_of(file)
     session = open_session(file, runtime, options=EXACT.get(runtime))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ from sparsebit.deploy.loading.operators import (  # noqa: F401
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
+
+_MOST_INFERRED = 1024  # numbers of a constant that may be sizes
 
 
 def build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphModule:
@@ -99,18 +102,23 @@ def _named(name: str, kind: str) -> Iterator[None]:
 def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
     """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them.
 
-    What the file says of other values is not read: after an input was made dynamic by hand it is often out of date.
+    Sizes that the file declares for other values are ignored: after an input was made dynamic by hand they are often
+    out of date.
     """
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    del bare.graph.value_info[:]
-    for entry in bare.graph.output:
-        entry.type.tensor_type.ClearField("shape")
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    bare.graph.node.extend(model.graph.node)
+    bare.graph.input.extend(model.graph.input)
+    given = {entry.name for entry in model.graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= _MOST_INFERRED:
+            bare.graph.initializer.append(tensor)
+        elif tensor.name not in given:  # of a weight the shape is enough
+            bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     model = bare
-    with contextlib.suppress(Exception):  # it is a help only; files beyond 2 GB cannot be inferred
+    with contextlib.suppress(Exception):  # it is a help only
         model = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     found: dict[str, tuple[int | None, ...]] = {}
-    for entry in [*model.graph.input, *model.graph.value_info, *model.graph.output]:
+    for entry in [*model.graph.input, *model.graph.value_info]:
         if entry.type.HasField("tensor_type") and entry.type.tensor_type.HasField("shape"):
             dims = entry.type.tensor_type.shape.dim
             found[entry.name] = tuple(int(dim.dim_value) if dim.HasField("dim_value") else None for dim in dims)

@@ -81,7 +81,7 @@ def _faults(
 def difference(expected: Any, found: Any) -> float:
     """The largest difference of two float arrays as a share of the expected one's range.
 
-    Of other types: 1.0 if more than a thousandth of the elements differ, else 0.0.
+    For other types it is 1.0 if more than a thousandth of the elements differ, else 0.0.
     """
     if not expected.size:
         return 0.0

@@ -46,19 +46,20 @@ def load_onnx(
     nodes = Graph(model).nodes
     refuse_other_files(model, nodes, path)
     session = open_session(path, optimize=False)  # each node as it is written: fusions may compute something else
-    feeds = list(itertools.islice(_feeds(model, data, session, str(path)), NUM_COMPARED))
-    if not feeds:
+    feeds = _feeds(model, data, session, str(path))
+    first = next(feeds, None)
+    if first is None:
         raise DeploymentError(f"{path}: data holds no batch, so there is nothing to compare the module on")
-    try:
-        module = build(model, joined_nodes(model, nodes), feeds[0]).eval()
+    try:  # before the first run: the rows refuse results that no machine has memory for
+        module = build(model, joined_nodes(model, nodes), first).eval()
     except DeploymentError as error:
         raise DeploymentError(f"{path}: {error}") from error
     is_half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
     if is_half and tolerance == TOLERANCE:
         tolerance = OF_HALVES
-    for one in feeds:
+    for one in itertools.islice(itertools.chain([first], feeds), NUM_COMPARED):
         compare(module, session, one, tolerance, str(path))
-    compare_other_sizes(model, module, session, feeds[0], tolerance, str(path))
+    compare_other_sizes(model, module, session, first, tolerance, str(path))
     return module
 
 
@@ -71,20 +72,20 @@ def _feeds(model: Any, data: Iterable[Any] | None, session: Session, path: str) 
             yield feeds
         return
     one, _ = made_up_feeds(model)
+    yield one
     shapes = session.input_shapes
     if all(shape and shape[0] is None for shape in shapes.values()):
         wider = {name: array * _WIDER if array.dtype.kind == "f" else array for name, array in one.items()}
         several = {name: numpy.concatenate([array, wider[name][..., ::-1]]) for name, array in one.items()}
         if _runs(session, several):  # else its first axis is not that of samples
             yield several
-    yield one
     integers = [name for name, array in one.items() if array.dtype.kind in "iu" and not array.any()]
     for most in (100, 2) if integers else ():  # the zeros above are an index of any table, and the same one
         random = numpy.random.default_rng(0)
         varied = {n: random.integers(0, most, a.shape).astype(a.dtype) if n in integers else a for n, a in one.items()}
         if _runs(session, varied):
             yield varied
-            return
+            break
 
 
 def _runs(session: Session, feeds: Feeds) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from sparsebit.checksums import sha256_of
 from sparsebit.deploy.onnx_graph.packages import ir, onnx
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import flush, staging_folder, unwritable
 from sparsebit.interrupts import ignored_interrupts
@@ -125,8 +126,10 @@ def _external(path: Path) -> set[str]:
 
 
 def all_files(path: Path) -> list[Path]:
-    """The file and the files of its weights, wherever it says that they are."""
+    """The file and the files of its weights, wherever it says that they are; of a program, the file alone."""
     need_file(path)
+    if path.suffix.lower() != ".onnx" and owner_of(path) is not None:
+        return [path]
     try:
         return [path, *(path.parent / name for name in sorted(_external(path)))]
     except Exception as error:  # the readers' own exception classes differ by version

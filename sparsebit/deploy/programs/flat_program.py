@@ -47,7 +47,9 @@ def flat_program(
         for name, one in zip(flat.names, shapes, strict=True)
     }
     how: dict[str, Any] = {"pairs_around_moves": target.pairs_around_moves, "lay_out": target.lay_out}
-    program = to_program(flat, tuple(call.tensors), {}, open_sizes if labels else None, **how)
+    # Strides of the example (images as NHWC) would become those that the program takes.
+    tensors = tuple(tensor.contiguous() for tensor in call.tensors)
+    program = to_program(flat, tensors, {}, open_sizes if labels else None, **how)
     values = [node.meta["val"] for node in program.graph.find_nodes(op="output")[0].args[0]]
     users = set(program.graph_signature.user_inputs)
     given = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.name in users]

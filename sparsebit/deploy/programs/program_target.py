@@ -21,7 +21,7 @@ class ProgramTarget:
     `name`: that of the backend. `modules`: what writing imports; `extra` installs them. `write(program, facts, path)`
     lowers the program, whose inputs and outputs are flat, and stores the facts in the file, completed by its layers.
     `pairs_around_moves`, `lay_out`: as in `to_program`.
-    `is_folder`: its "file" is a folder.
+    `check`: raises if another tool is missing. `is_folder`: its "file" is a folder.
     `largest_size`: the limit of an open size, for runtimes that plan memory for it; None: none.
     """
 
@@ -34,9 +34,12 @@ class ProgramTarget:
     largest_size: int | None = None
     pairs_around_moves: bool = False
     lay_out: Callable[[fx.GraphModule], None] | None = None
+    check: Callable[[], None] | None = None
 
     def require(self) -> None:
-        """Raise, before any work, if a package is not installed."""
+        """Raise, before any work, if a package or a tool is not installed."""
         for module in self.modules:
             if importlib.util.find_spec(module) is None:
                 raise MissingExtraError(module.replace("_", "-"), self.extra, f"writing a {self.ending} file")
+        if self.check is not None:
+            self.check()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from sparsebit.deploy.programs.aot_inductor import AOT_INDUCTOR
+from sparsebit.deploy.programs.coreml import COREML
 from sparsebit.deploy.programs.executorch import EXECUTORCH
+from sparsebit.deploy.programs.litert import LITERT
 from sparsebit.deploy.programs.program_target import ProgramTarget
 
-TARGETS: dict[str, ProgramTarget] = {target.name: target for target in (EXECUTORCH,)}
-
-
-def target_of(path: Path) -> ProgramTarget | None:
-    """The target whose files end like this one."""
-    return next((target for target in TARGETS.values() if path.suffix.lower() == target.ending), None)
+TARGETS: dict[str, ProgramTarget] = {target.name: target for target in (EXECUTORCH, AOT_INDUCTOR, LITERT, COREML)}

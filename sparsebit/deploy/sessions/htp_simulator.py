@@ -7,27 +7,23 @@ place that names the nodes that the HTP refuses, so both streams are read while 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
-import os
 import re
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsebit.deploy.sessions.native_output import native_output_read
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 PACKAGE = "onnxruntime_qnn"
 _PROVIDER = "QNNExecutionProvider"
 _NO_CPU = "session.disable_cpu_ep_fallback"
 _WARNINGS = 2  # the level at which the log names what the HTP refuses
-_STREAMS = threading.Lock()
 _UNSUPPORTED = re.compile(r"Unsupported nodes in QNN EP: (.*)")
 _NODE = re.compile(r"\{ name: (.*?), type: (\w+) \}")
 _INVALID = re.compile(r"failed for node `(.*?)` of type `(\w+)` with error code (\d+)")
@@ -56,7 +52,7 @@ def open_on_htp(
     onnxruntime, provider, device = _device()
     settings.log_severity_level = _WARNINGS
     settings.add_session_config_entry(_NO_CPU, "1")
-    with tempfile.TemporaryDirectory() as folder, _output_read() as read:
+    with tempfile.TemporaryDirectory() as folder, native_output_read() as read:
         dump = {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": folder}
         settings.add_provider_for_devices([device], {"backend_path": provider.get_qnn_htp_path(), **dump, **options})
         try:
@@ -112,28 +108,3 @@ def _graph(folder: Path) -> tuple[HtpNode, ...]:
             kinds = {graph["tensors"][value]["data_type"] for value in values if value in graph["tensors"]}
             found.append(HtpNode(name, node["type"], tuple(node["output_names"]), not kinds.isdisjoint(_FLOATS)))
     return tuple(found)
-
-
-@contextlib.contextmanager
-def _output_read() -> Iterator[Callable[[], str]]:
-    """Inside, what native code writes to the output streams goes to a file; the function returns it."""
-    with _STREAMS, tempfile.TemporaryFile() as file:
-        streams = (sys.stdout, sys.stderr)
-        for stream in streams:
-            stream.flush()
-        kept = [os.dup(number) for number in (1, 2)]
-
-        def read() -> str:
-            file.seek(0)
-            return file.read().decode("utf-8", errors="replace")
-
-        try:
-            for number in (1, 2):
-                os.dup2(file.fileno(), number)
-            yield read
-        finally:
-            for stream in streams:
-                stream.flush()
-            for number, old in zip((1, 2), kept, strict=True):
-                os.dup2(old, number)
-                os.close(old)

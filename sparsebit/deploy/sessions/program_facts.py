@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparsebit.deploy.onnx_graph.packages import numpy
 from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError, RecordError
 from sparsebit.records.audit import LayerRun
@@ -64,7 +65,7 @@ class ProgramSession(Session):
         )
 
     def checked(self, feeds: Any) -> list[Any]:
-        """The arrays in the file's order; a DeploymentError for a name, shape or type that the program does not take.
+        """The arrays in the file's order, contiguous; a DeploymentError for a wrong name, shape or type.
 
         Compiled programs do not check these themselves: some compute something else.
         """
@@ -79,4 +80,4 @@ class ProgramSession(Session):
                 raise DeploymentError(
                     f"{port.name} is {kind} {found}, and the program takes {port.dtype} {port.shape} (None: any size)"
                 )
-        return [feeds[name] for name in self.inputs]
+        return [numpy.ascontiguousarray(feeds[name]) for name in self.inputs]

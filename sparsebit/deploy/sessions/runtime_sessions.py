@@ -18,15 +18,21 @@ from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.deploy.sessions.executorch_session import ExecuTorchSession
 from sparsebit.deploy.sessions.htp_simulator import PACKAGE as QNN
 from sparsebit.deploy.sessions.htp_simulator import HtpNode, open_on_htp
+from sparsebit.deploy.sessions.inductor_session import InductorSession
+from sparsebit.deploy.sessions.litert_session import LiteRtSession
 from sparsebit.deploy.sessions.session import File, Session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 RUNTIMES = ("onnxruntime", "openvino")  # of ONNX files
 # Runtimes of compiled programs: a file (or its bytes) and a number of threads -> the session.
-PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {"executorch": ExecuTorchSession}
+PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {
+    "executorch": ExecuTorchSession,
+    "aot_inductor": InductorSession,
+    "litert": LiteRtSession,
+}
 # Of ONNX files too: they compute what a device computes, in another time.
 SIMULATORS = ("qnn",)
-_MODULES = {"qnn": QNN}
+_MODULES = {"qnn": QNN, "litert": "ai_edge_litert", "aot_inductor": "torch"}
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {

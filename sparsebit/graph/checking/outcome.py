@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
-from sparsebit.graph.state.state import PythonRandomness, states_of, tensors_inside
+from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
@@ -150,8 +150,7 @@ class Snapshot:
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
         modules = _modules_of(roots)
         self.states = [state for module in modules for state in states_of(module, inside=False)]
-        attributes = (value for state in self.states for value in state.attributes.values())
-        written = [*tensors_of(call), *(tensor for value in attributes for tensor in tensors_inside(value))]
+        written = [*tensors_of(call), *(tensor for state in self.states for tensor in state.tensors())]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
         # Restored if their values differ (version None), as torch does not count writes of batch norms, nor of `.data`.
         kept = [buffer for module in modules for buffer in module.buffers(recurse=False)]

@@ -66,11 +66,22 @@ class CapturedGraph(OfSource, fx.GraphModule):
         self._follow_modes()
         return self
 
+    def rewrite_until_settled(self) -> None:
+        """Until `settle` is called, a changed graph is compiled at its next call only: a build changes it often."""
+        self.__dict__["_is_rewritten"] = True
+
+    def settle(self) -> None:
+        if self.__dict__.pop("_is_rewritten", False):
+            self.recompile()
+
     def recompile(self) -> Any:
         """As in torch.fx, but without its `__call__`, which prints a traceback for every error inside the graph.
 
         A guard that fails is such an error, and is expected.
         """
+        if self.__dict__.get("_is_rewritten", False):
+            type(self).forward = _compile_and_run  # type: ignore[method-assign]
+            return None
         code = super().recompile()
         if "__call__" in vars(type(self)):
             del type(self).__call__
@@ -168,9 +179,15 @@ class CapturedGraph(OfSource, fx.GraphModule):
         return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 
+def _compile_and_run(self: CapturedGraph, *args: Any, **kwargs: Any) -> Any:
+    self.settle()
+    self.rewrite_until_settled()
+    return type(self).forward(self, *args, **kwargs)
+
+
 _RESERVED = GRAPH_MODULE_NAMES | {
     *("source", "release_unread", "keep_uncalled", "note_leaves", "update_source", "self"),
-    *("_source", "_leaves", "_keeps_uncalled"),
+    *("rewrite_until_settled", "settle", "_source", "_leaves", "_keeps_uncalled", "_is_rewritten"),
 }
 _PREFIX = "user_"
 

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import random
 import sys
 import types
@@ -32,6 +33,7 @@ _REGISTRIES = nn.Module().__dict__.keys() - {"training"}
 _HOOKS = [name for name, value in nn.Module().__dict__.items() if "_hooks" in name and isinstance(value, dict)]
 CONTAINERS = (list, dict, set, collections.deque)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_WHOLE = (nn.Module, fx.Proxy, fx.Graph, TrainingFlag, *_CODE)  # not looked into
 _MAX_ITEMS = 10_000
 _MAX_DEPTH = 6
 Undo = list[Callable[[], Any]]
@@ -48,6 +50,12 @@ class ModuleState:
         self.children = dict(module._modules)
         self.undo: Undo = []
         self.fingerprints = _fingerprints(module, self.undo)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those in plain attributes: neither parameters nor buffers."""
+        for name, value in self.attributes.items():
+            if name not in _REGISTRIES:
+                yield from tensors_inside(value)
 
     def changed(self) -> str | None:
         """The name of an attribute whose value has changed; None if none has."""
@@ -102,18 +110,14 @@ _NOTHING = ("value", type(None), "None")
 
 
 @contextlib.contextmanager
-def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[None]:
-    """Undo, at the end of the block, changes to attributes of `root`'s modules and to lists and dictionaries in them.
-
-    `tensors`: also what is written into tensors that are attributes.
-    """
+def undisturbed_state(root: nn.Module) -> Iterator[None]:
+    """Undo, at the end of the block, changes to attributes of `root`'s modules, and to lists and dictionaries there."""
     states = states_of(root)
-    with tensors_kept(value for state in states for value in state.attributes.values() if tensors):
-        try:
-            yield
-        finally:
-            for state in states:
-                state.restore()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
 
 
 @contextlib.contextmanager
@@ -134,6 +138,8 @@ def tensors_inside(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors that a value holds. Unlike `tensors_of` it creates no objects, so the value may be anything."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif value is None or isinstance(value, (bool, int, float, str)) or _is_constant(type(value)):
+        return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
         for field in dataclasses.fields(value):
             yield from tensors_inside(getattr(value, field.name, None), depth + 1)
@@ -211,7 +217,7 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), _version(value)
     # By identity: modules have a state of their own, code cannot change, and objects in `seen` may contain each other.
-    if isinstance(value, (nn.Module, fx.Proxy, TrainingFlag, *_CODE)) or id(value) in seen or depth > _MAX_DEPTH:
+    if isinstance(value, _WHOLE) or id(value) in seen or depth > _MAX_DEPTH or _is_constant(type(value)):
         return "object", id(value)
     if isinstance(value, (tuple, frozenset)):
         return "value", type(value), tuple(_fingerprint(item, undo, seen, depth + 1) for item in value)
@@ -224,6 +230,15 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
         items = _items(value, undo, seen, depth) if size <= _MAX_ITEMS else size
         return "container", type(value), id(value), items
     return "object", id(value), _inside(value, undo, seen, depth)
+
+
+@functools.cache
+def _is_constant(kind: Any) -> bool:
+    """Whether it is a frozen class of Sparsebit, as configs and number formats are: each quantizer holds several."""
+    if not kind.__module__.startswith("sparsebit."):
+        return False
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return bool(getattr(kind, "model_config", {}).get("frozen") if parameters is None else parameters.frozen)
 
 
 def is_random_generator(value: Any) -> bool:

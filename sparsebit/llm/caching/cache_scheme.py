@@ -22,7 +22,7 @@ from sparsebit.llm.models.skeleton import Skeleton
 
 log = logging.getLogger(__name__)
 _OWN = "sparsebit_kv_cache"
-_INT4 = {"num_bits": 4, "block_size": BLOCK, "transform": "hadamard"}
+_INT4 = {"num_bits": 4, "block_size": BLOCK, "levels": "iq4_nl", "transform": "hadamard"}
 _SCALE = re.compile(r"(?:.*\.)?(\d+)\..*?([kv])_scale")
 _FLOAT, _OF_FOLDER = "float", "folder"
 CHOICES = (_OF_FOLDER, _FLOAT, *CACHE_KINDS)

@@ -106,9 +106,13 @@ def need_model(target: str, folder: Path, *, trust_remote_code: bool = False) ->
         need_writable(folder, config) if file_format == "gguf" else need_architecture(config)
 
 
-COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "gptq"
+COMPRESSED_TENSORS, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
 # Bits, and whether without zero points.
-_INTEGERS = {COMPRESSED_TENSORS: ((4, True), (4, False), (8, True)), GPTQ: ((4, True), (8, True))}
+_INTEGERS = {
+    COMPRESSED_TENSORS: ((4, True), (4, False), (8, True)),
+    GPTQ: ((4, True), (8, True)),
+    AWQ: ((4, True), (4, False)),
+}
 _GROUPS = (0, 32, 64, 128)
 
 

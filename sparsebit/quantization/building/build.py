@@ -108,6 +108,7 @@ def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = No
         _require_planned_sites(given, plan, blueprint)
     blueprint.has_fitted = True
     for region in captured.regions.values():
+        region.graph_module.settle()
         region.graph_module.note_leaves()
         region.note_frozen_values()
     _warn_of_unmatched_globs(original, blueprint.config, plan)
@@ -125,6 +126,8 @@ def _captured(blueprint: Blueprint, example: Call | None, form: CallForm | None)
         captured = capture(blueprint.original, blueprint.policy, example=example, form=form)
         source = captured.model.source if isinstance(captured.model, Region) else captured.model
         structure = structure_of(captured, source)
+        for region in captured.regions.values():
+            region.graph_module.rewrite_until_settled()
         reasons = prepare(captured, folds_batchnorm=folds, merges_branches=merges, folds_scales=scales)
         if not reasons:
             # Compared once: a later capture, for a call of another form, may differ from the saved structure.

@@ -57,6 +57,7 @@ def transform(captured: Captured, transforms: Sequence[Transform]) -> None:
     """Apply the transforms, in order, to every graph."""
     for step in transforms:
         for path, region in captured.regions.items():
+            region.graph_module.settle()
             try:
                 step(region.graph_module)
                 region.graph_module.graph.lint()

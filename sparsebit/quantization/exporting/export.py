@@ -33,6 +33,7 @@ from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
 from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
+from sparsebit.deploy.layouts.openvino_pads import lay_out_pads_for_openvino
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
 from sparsebit.deploy.layouts.pool_layout import lay_out_pools
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DEFAULTS = OnnxOptions()
+# ONNX Runtime's optimizer inserts a QuantizeLinear of int8 with the attribute `output_dtype` of opset 21 before some
+# linear layers, then changes its zero point to uint8, and does not load its own graph (1.31).
+_SIGNED_OPSET = 20
 
 
 def export_onnx(
@@ -160,7 +164,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
             f"export_onnx: ALGORITHMS were not run on this model ({', '.join(missing)}); call apply_algorithms() before"
         )
         warnings.warn(text, stacklevel=users_level())
-    opset = _opset(qmodel, options.opset_version, profile.weight_widths, profile.opset)
+    opset = _opset(qmodel, options.opset_version, profile)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         options = replace(options, opset_version=max(opset, LOWEST_WRITTEN))
         model = to_onnx(qmodel, args, kwargs, options, signature=inspect.signature(qmodel.original.forward))
@@ -184,6 +188,8 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
         lay_out_hard_sigmoids(model)
         if pads_channels:
             lay_out_channels(model)
+    if profile.executes == "openvino":
+        lay_out_pads_for_openvino(model)
     if profile.bias == "float":
         keep_float_biases(model)
     if opset < LOWEST_WRITTEN:
@@ -233,8 +239,10 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
     return True
 
 
-def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
-    needs = {q: _opset_of(q, weight_widths) for q in qmodel.quantizers() if q.is_enable}
+def _opset(qmodel: SimulatedModel, given: int | None, profile: RuntimeProfile) -> int:
+    needs = {q: _opset_of(q, profile.weight_widths) for q in qmodel.quantizers() if q.is_enable}
+    has_signed = any(q.target == "activation" and q.spec.qmin < 0 for q in needs)
+    usual = min(profile.opset, _SIGNED_OPSET) if has_signed else profile.opset
     needed = max(needs.values(), default=usual)
     if given is None:
         return max(usual, needed)

@@ -13,12 +13,12 @@ from sparsebit.deploy.programs.flat_program import FlatProgram, flat_program
 from sparsebit.deploy.programs.program_target import ProgramTarget
 from sparsebit.deploy.programs.staged_result import staged_result
 from sparsebit.deploy.programs.targets import TARGETS
-from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.deploy.sessions.runtime_sessions import open_session, require_runtime
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import unwritable
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
+from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched, switched_on
 from sparsebit.quantization.exporting.export import export_call, export_onnx
 from sparsebit.quantization.exporting.export_checks import NUM_SAMPLES, feeds_of, file_calls, simulated
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
@@ -71,7 +71,7 @@ def checked_target(path: Path, backend: str) -> ProgramTarget | None:
     wanted, ending = PROFILES[backend].ending, path.suffix.lower()
     if ending == wanted:
         return TARGETS.get(backend)
-    owner = next((name for name, profile in PROFILES.items() if profile.ending == ending != ".onnx"), None)
+    owner = owner_of(path)
     if owner is not None:
         raise DeploymentError(
             f"{path}: {ending} is the file of BACKEND: {owner}, and the model is quantized for {backend}, whose files "
@@ -97,6 +97,17 @@ def build_program(
     args, kwargs = export_call(qmodel, dummy_data)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         return flat_program(qmodel, args, kwargs, inspect.signature(qmodel.original.forward), target, axes)
+
+
+@phase(EXPORT)
+def write_float_program(qmodel: SimulatedModel, path: Path, dummy_data: Any, axes: DynamicAxes | None = None) -> None:
+    """Write the model without its quantization as a file of its BACKEND, to compare times with."""
+    target = TARGETS[qmodel.config.BACKEND]
+    args, kwargs = export_call(qmodel, dummy_data)
+    with switched(qmodel.quantizers(), to=False), evaluating(qmodel):
+        signature = inspect.signature(qmodel.original.forward)
+        program, facts = flat_program(qmodel, args, kwargs, signature, target, axes)
+    target.write(program, facts, path)
 
 
 @phase("check")

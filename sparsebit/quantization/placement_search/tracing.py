@@ -52,6 +52,11 @@ def traced(
             f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files in the time of the device; "
             "set BACKEND: onnxruntime or openvino, or measure on the machine that has it"
         )
+    if (ending := PROFILES[qmodel.config.BACKEND].ending) != ".onnx":
+        raise ConfigError(
+            f"{wish} with BACKEND: {qmodel.config.BACKEND}: placements are tried as ONNX files, which are made in a "
+            f"second, and a {ending} file takes a compiler; keep layers in float by name (W.SPECIFIC and A.SPECIFIC)"
+        )
     require_runtime(runtime)
     check_ready(qmodel, verb)
     samples = _samples(qmodel, batches, wish)

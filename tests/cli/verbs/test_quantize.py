@@ -73,7 +73,7 @@ def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None
     ("arguments", "message"),
     [
         (["-o", "saved"], "ranges of activations are found on data"),
-        (["-c", "weights-only", "-o", "saved.onnx"], "an ONNX file is written from an example call"),
+        (["-c", "weights-only", "-o", "saved.onnx"], "a file is written from an example call"),
         (["-c", "weights-only", "-o", "saved", "--size", "8"], "--size cannot be used with no --data"),
         (["-c", "weights-only", "-o", "saved", "--asym"], "--asym calibrates on data"),
         (

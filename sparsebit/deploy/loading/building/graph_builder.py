@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.deploy.loading.building.layer_names import as_path, layer_path
+from sparsebit.deploy.loading.building.layer_names import argument_name, as_path, layer_path
 from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
 from sparsebit.errors import DeploymentError
 
@@ -39,9 +39,8 @@ class GraphBuilder(fx.Tracer):
 
     def input(self, name: str, example: Tensor) -> fx.Proxy:
         """A placeholder."""
-        word = as_path(name).replace(".", "_")
-        word = word if word.isidentifier() else f"_{word}"  # 1 -> _1
-        proxy = self.create_proxy("placeholder", self._unique(word, alone=True), (), {})
+        word = self._unique(argument_name(name), alone=True)
+        proxy = self.create_proxy("placeholder", word, (), {})
         proxy.__dict__["example"] = example
         return proxy
 

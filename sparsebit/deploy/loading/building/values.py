@@ -1,7 +1,7 @@
 """The values that flow while a file is loaded: constants, tensors of the graph in progress, and numbers that are known.
 
 - `torch.Tensor`: a constant. Operators on constants alone are computed while the file is loaded.
-- `fx.Proxy`: a tensor of the graph in progress; `example_of` gives its value for the example inputs.
+- `fx.Proxy`: a tensor of the graph in progress; `example_of` is its value for the example inputs.
 - `Numbers`: a vector or scalar of which each element is a Python number of the graph in progress, such as a size.
   Sizes that ONNX computes with tensor operators become Python arithmetic, so that a dynamic batch stays dynamic.
 """

@@ -163,7 +163,7 @@ def _is_inf(call: Call) -> Value:
 
 @operator("Sum", "Mean", "Max", "Min")
 def _of_several(call: Call) -> Value:
-    """Of any number of tensors, element by element."""
+    """Any number of tensors, element by element."""
     kind = call.node.op_type
     if kind in ("Max", "Min") and len(call.inputs) == 2 and _are_numbers(*call.inputs):
         return _of_numbers(call, torch.sym_max if kind == "Max" else torch.sym_min, *call.inputs)

@@ -85,6 +85,6 @@ def _expand(call: Call) -> Value:
     for axis, size in enumerate(own, extra):
         if not isinstance(wanted[axis], fx.Proxy) and (wanted[axis] == 1 or wanted[axis] == size != 1):
             wanted[axis] = -1 if wanted[axis] == 1 or call.fixed_size(axis - extra) else wanted[axis]
-    if wanted == [-1] * len(own):
+    if not any(isinstance(size, fx.Proxy) for size in wanted) and wanted == [-1] * len(own):
         return value
     return call.method("expand", value, tuple(wanted))
