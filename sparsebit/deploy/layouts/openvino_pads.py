@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-
+from typing import Any
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
@@ -43,7 +43,8 @@ def _widen(model: ir.Model, conv: ir.Node) -> None:
     zero = stored(dequantize.inputs[2]) if dequantize is not None and len(dequantize.inputs) > 2 else None
     fill = numpy.zeros(1, codes.dtype) if zero is None else numpy.asarray(zero, codes.dtype)
     wide = numpy.broadcast_to(fill.reshape(-1, 1, *[1] * dims), (*codes.shape[:2], *[2] * dims)).copy()
-    wide[(..., *[slice(0, 1)] * dims)] = codes
+    first: Any = (..., *[slice(0, 1)] * dims)
+    wide[first] = codes
     assert source.const_value is not None
     value = stored_once(model, f"{source.name}/wide", wide, source.const_value.dtype)
     if dequantize is None:
