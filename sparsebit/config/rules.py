@@ -34,7 +34,7 @@ def broken_rules(
     yield from _backend(kind, tensor, backend, weight_only)
     if kind == "W" and bn_tuning is not None and tensor.granularity != "channel":
         scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
-        reason = f"BN tuning wants per-channel weights; set {scheme}, or {bn_tuning}"
+        reason = f"BN tuning needs per-channel weights; set {scheme}, or {bn_tuning}"
         yield _fault(kind, "QSCHEME", tensor.QSCHEME, reason)
 
 

@@ -73,7 +73,7 @@ def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]
 def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
     """Re-estimate the running statistics of all batch norms, in place, as the mean over the batches; no labels.
 
-    Only batch norms are in training mode meanwhile: dropout stays off.
+    Only batch norms are in training mode while it runs: dropout stays off.
     """
     modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), None)

@@ -34,7 +34,7 @@ def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
         raise ConfigError(f"effort={effort!r}: allowed: {', '.join(LADDERS)}")
     if config.ALGORITHMS:
         names = ", ".join(step.name for step in config.ALGORITHMS)
-        raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")
+        raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS, too ({names}): give one of the two")
     if effort == "fast":
         return config
     changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort]) if _has_few_bits(config) else []]

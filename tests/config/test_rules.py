@@ -172,7 +172,7 @@ class TestBatchNormTuning:
         nearest = f"per-channel-{scheme.split('-')[-1]}"
         assert (
             told
-            == f"W.QSCHEME={scheme}: BN tuning wants per-channel weights; set {nearest}, or SCHEDULE.BN_TUNING: false"
+            == f"W.QSCHEME={scheme}: BN tuning needs per-channel weights; set {nearest}, or SCHEDULE.BN_TUNING: false"
         )
         told = message({"SCHEDULE.BN_TUNING": True, "W.SPECIFIC": [{"conv1": ["QSCHEME", scheme]}]})
         assert told.startswith(f"W.QSCHEME={scheme} at conv1: BN tuning")

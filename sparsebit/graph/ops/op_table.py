@@ -103,7 +103,7 @@ def weight_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def bias_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> int | str | None:
-    """Where a function's bias is in a call; None where it has none."""
+    """Where a function's bias is in a call; None if it has no bias."""
     if row.bias is None:
         return None
     place = row.bias if row.bias in kwargs else row.bias_position

@@ -199,7 +199,7 @@ def _rank(x: Tensor, usual: int) -> int:
 
 
 def _additive(mask: Tensor, scores: Tensor) -> Tensor:
-    """A boolean mask (True = hidden) as numbers to add; a float mask as it is."""
+    """A boolean mask (True = hidden) as numbers to add; a float mask unchanged."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, float("-inf"))
     return mask

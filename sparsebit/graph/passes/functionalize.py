@@ -104,7 +104,7 @@ def _clear(node: fx.Node, root: fx.GraphModule) -> None:
 
 
 def _plain_function(target: Any) -> Callable[..., Any] | None:
-    """`torch.relu` for `torch.relu_`, say."""
+    """The out-of-place form of a function, such as `torch.relu` for `torch.relu_`; None if there is none."""
     if target is operator.setitem:
         return with_item
     name = str(getattr(target, "__name__", ""))

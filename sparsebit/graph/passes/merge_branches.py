@@ -121,7 +121,7 @@ def _merge(branches: list[_Branch]) -> list[_Branch]:
 
 
 def _kernel_for(host: _ConvNd, layer: _ConvNd | _BatchNorm) -> tuple[Tensor, Tensor] | None:
-    """The layer as a weight of the host's shape and a bias, float64; None where the host cannot compute it."""
+    """The layer as a weight of the host's shape and a bias, float64; None if the host cannot compute it."""
     weight = torch.zeros(host.weight.shape, dtype=torch.float64, device=host.weight.device)
     if isinstance(layer, _BatchNorm):
         return _kernel_of_norm(host, layer, weight)

@@ -93,7 +93,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
     """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses: those with a gradient history
-    that a module keeps as an attribute (what an old `weight_norm` computes, say).
+    that a module keeps as an attribute (for example the weight that an old `weight_norm` computes).
     """
     values = (value for module in model.modules() for value in _leaves(module.__dict__))
     computed = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)

@@ -49,7 +49,7 @@ def register_algorithm(
     1
     """
 
-    def file(function: AlgorithmFunction) -> AlgorithmFunction:
+    def decorate(function: AlgorithmFunction) -> AlgorithmFunction:
         section = options_of_keywords(name, function) if options is None else options
         check_options(section, "algorithm", name)
 
@@ -64,7 +64,7 @@ def register_algorithm(
         ALGORITHMS.register(name, aliases=aliases, replace=replace, options=section)(noted)
         return noted  # type: ignore[return-value]
 
-    return file
+    return decorate
 
 
 def apply_algorithms(

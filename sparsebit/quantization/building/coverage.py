@@ -27,7 +27,7 @@ _UNSEEN = " never saw a float tensor during calibration"
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
-    """The current coverage of the model (quantizers that are switched off for good do not count)."""
+    """The current coverage of the model; quantizers that are permanently off do not count."""
     layers: dict[str, QuantizedLayer] = {}
     unseen: dict[str, str] = {}
     own_code: Counter[str] = Counter()
@@ -71,8 +71,8 @@ def _notes_of(captured: Captured) -> Iterator[str]:
         yield f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
     for path in captured.hidden_writes:
         yield (
-            f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
-            "backward may read what was written, the copy's reads what its layers have read"
+            f"{path or '(model)'} writes through .data, which autograd does not see: in training, the backward of the "
+            "model's own code may use the written values, the copy's uses those that its layers have read"
         )
     if layers := captured.uncalled:
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
@@ -108,8 +108,10 @@ def _weighted(model: nn.Module) -> list[bool]:
             owners[id(module.owner)] = owners.get(id(module.owner), True) and is_quantized
         elif id(module) not in inside:
             row = row_of_module(module)
-            if row is not None and (row.kind is OpKind.WEIGHTED or row.name == "recurrent"):
-                owners.setdefault(id(module), False) if row.name == "recurrent" else found.append(False)
+            if row is not None and row.name == "recurrent":
+                owners.setdefault(id(module), False)
+            elif row is not None and row.kind is OpKind.WEIGHTED:
+                found.append(False)
     return [*found, *owners.values()]
 
 

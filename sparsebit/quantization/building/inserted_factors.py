@@ -56,7 +56,7 @@ def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
         missing = [name for name in (record.source, *record.readers) if name not in nodes]
         if missing:
             names = ", ".join(missing)
-            raise CheckpointError(f"the factor {record.name} was between nodes that this graph has not: {names}")
+            raise CheckpointError(f"the factor {record.name} was between nodes that this graph does not have: {names}")
         source, readers = nodes[record.source], [nodes[name] for name in record.readers]
         first = next(node for node in root.graph.nodes if node in readers)
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))

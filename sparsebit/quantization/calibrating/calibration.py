@@ -49,7 +49,9 @@ class Calibrator:
         if self.runner is None:
             return
         if self.qmodel.training and not self.runner.num_batches:
-            log.warning("calibrating in train mode: dropout and batch statistics are in what is seen; call eval()")
+            log.warning(
+                "calibrating in train mode: dropout and batch statistics change the observed values; call eval()"
+            )
         self.runner.record(inputs)
 
     def require_no_statistics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -89,8 +89,8 @@ def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Ten
     place = channel_axis if len(shape) > 1 else 0
     if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
         if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
-            remedy = "is calibrated anew; set W.QSCHEME: per-channel-symmetric to keep what was trained"
-            log.warning("%s: its learned scale cannot take in a factor per channel, and %s", quantizer.name, remedy)
+            remedy = "is calibrated again; set W.QSCHEME: per-channel-symmetric to keep what was trained"
+            log.warning("%s: its learned scale cannot absorb a factor per channel, and %s", quantizer.name, remedy)
         return False
     scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
     factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])

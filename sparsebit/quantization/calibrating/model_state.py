@@ -79,7 +79,7 @@ def quantizers_of(*modules: nn.Module) -> list[Quantizer]:
 
 @contextlib.contextmanager
 def switched(quantizers: Iterable[Quantizer], to: bool | None = None) -> Iterator[None]:
-    """Inside, these quantizers are on or off (None: as they are); afterwards each is switched as before."""
+    """Inside, these quantizers are on or off (`to`; None: unchanged); afterwards each is switched as before."""
     before = {quantizer: quantizer.use_quant for quantizer in quantizers}
     try:
         for quantizer, is_on in before.items():
@@ -136,7 +136,7 @@ def warn_if_lost(qmodel: SimulatedModel, consequence: str) -> None:
     """Log a warning if the float model's values are lost, with the consequence."""
     if qmodel.float_values_are_lost:
         changed = "algorithms changed weights of this model, or tuned its batch norms"
-        lost = "the float model's values are not in what was saved"
+        lost = "the saved model does not contain the float model's values"
         log.warning("%s: %s, and %s. Start from the float model", changed, lost, consequence)
 
 
@@ -147,8 +147,8 @@ def originals_of(qmodel: SimulatedModel, sites: Collection[str]) -> dict[int, Te
     rounded = [name for name in qmodel.applied_algorithms if name not in _WITHOUT_ROUNDING]
     if qmodel.float_values_are_lost and layers and rounded:
         names = ", ".join(layer.weight_quantizer.name for layer in layers)
-        lost = "stays rounded as it was, since a saved model has no float values. Start from the float model"
-        log.warning("%s: what %s rounded %s", names, ", ".join(rounded), lost)
+        lost = "a saved model has no float values to restore. Start from the float model"
+        log.warning("%s: keeps the weights that %s rounded, as %s", names, ", ".join(rounded), lost)
     if qmodel.built.root is None:
         return {}
     theirs = {id(parameter) for layer in layers for parameter in layer.op.parameters()}

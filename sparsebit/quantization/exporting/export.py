@@ -209,7 +209,9 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
             forms.insert(0, (tuple(first), last))
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     if input_rows((args, kwargs)) == {0}:
-        raise DeploymentError("the example batch of the export holds no samples: the file would take none; give one")
+        raise DeploymentError(
+            "the export's example batch holds no samples: the file would accept none; give at least one"
+        )
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 

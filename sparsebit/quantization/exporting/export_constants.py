@@ -73,7 +73,7 @@ class ConstantSite(nn.Module):
 
 @contextlib.contextmanager
 def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
-    """Inside, enabled quantizers and biases are `ConstantSite`s, but for those with a `fake_quantize` of their own."""
+    """Inside, enabled quantizers and biases are `ConstantSite`s, except those with their own `fake_quantize`."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     marked: list[Quantizer] = []
     try:

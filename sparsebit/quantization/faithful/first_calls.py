@@ -49,7 +49,7 @@ class FirstCalls:
     """Compares the first call, if there were no example inputs, and for every captured module the first calls, each
     of another form, that run its own code instead of its graph.
 
-    Other threads wait meanwhile. A call without real tensors (of an export, of a compiler) does not count as the first.
+    Other threads wait for it. A call without real tensors (an export, a compiler) does not count as the first.
     """
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:

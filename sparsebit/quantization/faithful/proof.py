@@ -158,7 +158,7 @@ class Proof:
         return Reference(module, qmodel.device, training=modes.get("", qmodel.training), modes=modes)
 
     def why_not_comparable(self, path: str = "") -> str:
-        """Why the original's module at `path` may differ from the copy's for good reason; "" if it may not."""
+        """Why the original's module at `path` may differ from the copy's without a fault; "" if it may not."""
         qmodel = self.qmodel
         if not qmodel.has_built_weights:
             return "the weights have changed since the model was captured"

@@ -212,7 +212,7 @@ class SimulatedModel(nn.Module):
         return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:
-        """Every quantizer, including those that are switched off for good; `sites` has those of the plan by name."""
+        """Every quantizer, including those that are permanently off; `sites` has those of the plan by name."""
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 
     @property

@@ -72,13 +72,13 @@ class QuantModel(SimulatedModel):
         super().__init__()
         if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise CaptureError(
-                f"QuantModel wants an nn.Module, not {type(model).__name__}; of TorchScript, which has no Python code, "
+                f"QuantModel takes an nn.Module, not {type(model).__name__}; TorchScript has no Python code to trace: "
                 "give the nn.Module that it was made from"
             )
         if any(isinstance(module, SimulatedModel) for module in model.modules()):
             raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
         if (config is None) == (plan is None):
-            raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")
+            raise ConfigError("QuantModel takes a config, or a plan, which contains its config: give one of the two")
         example = None if example_inputs is None else as_call(example_inputs, model)
         wanted = config if plan is None else plan.config
         assert wanted is not None

@@ -173,7 +173,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
     if not isinstance(name, str):
         return register_observer(own_type(name), replace=replace, options=options)(name)
 
-    def file(kind: ObserverClass) -> ObserverClass:
+    def decorate(kind: ObserverClass) -> ObserverClass:
         is_observer = isinstance(kind, type) and issubclass(kind, Observer)
         if not is_observer or kind.range_of is Observer.range_of:
             raise ConfigError(
@@ -188,7 +188,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
             kind.OPTIONS = options
         return kind
 
-    return file
+    return decorate
 
 
 def build_observer(

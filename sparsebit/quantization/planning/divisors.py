@@ -13,7 +13,7 @@ from torch import fx
 
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 
-NOT_ZERO = "what it computes is divided by, or its logarithm is taken: rounded to zero it would give infinity"
+NOT_ZERO = "its result is a divisor, or its logarithm is taken: rounded to zero it would make infinity"
 # Ops, by name, whose second or first operand must not be zero.
 _BY_SECOND = frozenset(
     {"div", "divide", "true_divide", "truediv", "itruediv", "floordiv", "ifloordiv", "floor_divide", "remainder"}

@@ -118,7 +118,7 @@ class _Draft:
         is_op = not isinstance(op, type) or issubclass(op, nn.Module)  # else a container or an output class
         if row is None and is_op:
             op_name = getattr(op, "__name__", op)
-            self.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
+            self.floats[name] = f"unknown op {op_name}: passes through in float (register it with register_qmodule)"
         elif row is not None and row.kind is OpKind.FLOAT:
             self.floats[name] = row.reason
 

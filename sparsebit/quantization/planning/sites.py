@@ -275,11 +275,16 @@ def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool 
     spec = spec_of(config, channel_axis)
     if narrow and is_weight and spec.format == "integer" and spec.symmetric and spec.bits == 8:
         spec = spec.replace(narrow=True)
-    kinds, options = (
-        (config.QUANTIZER.TYPE, config.OBSERVER.TYPE),
-        (selected_options(config.QUANTIZER), selected_options(config.OBSERVER)),
+    return Site(
+        name,
+        "weight" if is_weight else cast("Role", role),
+        spec,
+        quantizer=config.QUANTIZER.TYPE,
+        observer=config.OBSERVER.TYPE,
+        quantizer_options=selected_options(config.QUANTIZER),
+        observer_options=selected_options(config.OBSERVER),
+        ema_ratio=ema_ratio(config),
     )
-    return Site(name, "weight" if is_weight else cast("Role", role), spec, *kinds, *options, ema_ratio(config))
 
 
 def activation_axis(config: ActivationConfig) -> int:

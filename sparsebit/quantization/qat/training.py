@@ -51,7 +51,7 @@ class Training:
         self.choose_path()
 
     def choose_path(self) -> None:
-        """Insert the fused steps, remove them, or make them anew, as mode and settings now require."""
+        """Insert, remove or replace the fused steps, as mode and settings now require."""
         qmodel, packs = self.qmodel, self.packs_activations
         if speed is None or not qmodel.training or not self.is_accelerated:
             if self.fused is not None:

@@ -1,7 +1,7 @@
 """`Quantizer`: observes a tensor, computes scale and zero point, fake-quantizes.
 
 It is built from a `TensorSpec` and keeps scale and zero point as buffers, or as parameters if they are learned. Three
-states: observing (calibration; the output is the input), enabled (fake-quant), and off for good (`fake_fused`).
+states: observing (calibration; the output is the input), enabled (fake-quant), and permanently off (`fake_fused`).
 Calibration copies its numbers into the existing tensor objects, because an optimizer may hold them.
 
 The arithmetic is in `numerics/fake_quant`; switches and the state_dict are in `quantizer_state.py`. Quantizers know
@@ -188,7 +188,7 @@ class Quantizer(QuantizerState, FormerNames):
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
         """Set and return scale and zero point of the observed range; the statistics are dropped.
 
-        A quantizer that is switched off for good does not change.
+        A quantizer that is permanently off does not change.
         """
         if self.fake_fused:
             return self.qparams()

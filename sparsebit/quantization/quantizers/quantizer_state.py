@@ -77,7 +77,7 @@ class QuantizerState(nn.Module):
         return not {"scale", "zero_point"} <= self._buffers.keys()
 
     def set_fake_fused(self) -> None:
-        """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
+        """Switch off permanently, without a change of the graph: scale 1, zero point 0, no gradient."""
         if not all(other.fake_fused for other in self.replaced_by.values()):
             self._refuse_elsewhere("set_fake_fused()")
         self.fake_fused = True

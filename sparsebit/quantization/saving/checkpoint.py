@@ -64,7 +64,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The checked description and tensors of a folder. Read again if another process saves into it meanwhile."""
+    """The checked description and tensors of a folder. Read again if another process saves into it at the same time."""
     path = Path(folder)
     deadline = time.monotonic() + _PATIENCE_S
     while True:

@@ -87,7 +87,7 @@ def with_plan(qmodel: Model, plan: Plan) -> Model:
     """
     require_settled(qmodel, "with_plan")
     if missing := plan.missing_in(qmodel.plan):
-        raise ConfigError(f"the plan has sites that the model has not: {', '.join(missing[:5])}")
+        raise ConfigError(f"the plan has sites that the model does not have: {', '.join(missing[:5])}")
     description = {**description_of(qmodel), "plan": plan.to_dict()}
     old, kept = qmodel.sites, set(plan.sites)
     originals = originals_of(qmodel, set(old) - kept)

@@ -52,7 +52,7 @@ def test_effort_and_algorithms_of_the_config(sparsebit: Sparsebit, project: Path
     assert loaded.applied_algorithms == ("gptq",)
     for options, message in (
         (("--effort", "most"), "allowed: fast, good, best"),
-        (("-c", "gptq.yaml", "--effort", "good"), "ALGORITHMS of its own"),
+        (("-c", "gptq.yaml", "--effort", "good"), "the config has ALGORITHMS, too"),
     ):
         refused = sparsebit(*COMMAND, *options)
         assert refused.code != 0 and message in refused.err, refused.err

@@ -207,11 +207,11 @@ class _Run:
         found, put_back = self.found, [name for name, result in self.found.items() if not result.is_kept]
         log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
         if put_back:
-            log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
+            log.info("%s: these are unchanged, because their error did not fall: %s", method, ", ".join(put_back))
         if len(put_back) * 2 > len(found) > 1:
             log.warning(
-                "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other "
-                "samples; give more calibration samples",
+                "%s: %d of %d blocks are unchanged, because the training did not lower their error on other samples; "
+                "give more calibration samples",
                 *(method, len(put_back), len(found)),
             )
         if self.empty and has_named_blocks:
@@ -219,7 +219,7 @@ class _Run:
             log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", names)
         if self.reasons:
             shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-            log.warning("reconstruct() left %d weights as they were: %s", len(self.reasons), shown)
+            log.warning("reconstruct() left %d weights unchanged: %s", len(self.reasons), shown)
 
 
 def _reconstruct_block(
