@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
