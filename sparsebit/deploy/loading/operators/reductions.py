@@ -28,9 +28,14 @@ _REDUCTIONS: dict[str, Callable[[Call, Value, list[int], bool], Value]] = {
 }
 
 
+_OF_FLOATS = frozenset({"ReduceMean", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"})
+
+
 @operator(*_REDUCTIONS, "ReduceProd")
 def _reduce(call: Call) -> Value:
     value = call.graph.tensor(call.inputs[0])
+    if call.node.op_type in _OF_FLOATS and not example_of(value).is_floating_point():
+        raise call.refusal(f"on {example_of(value).dtype}, where runtimes round at places of their own, it has no rule")
     given = call.setting("axes", 1, [])
     if not given and call.attribute("noop_with_empty_axes", 0):
         return value
