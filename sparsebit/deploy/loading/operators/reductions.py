@@ -76,11 +76,11 @@ def _arg(call: Call) -> Value:
 def _top_k(call: Call) -> list[Value]:
     axis = call.axis(call.attribute("axis", -1))
     count = call.graph.sizes(call.inputs[1])[0]
-    # Of equal elements the first is first, which torch.topk does not promise.
-    found = call.emit(torch.sort, call.inputs[0], stable=True, dim=axis, descending=bool(call.attribute("largest", 1)))
-    parts = [call.emit(python.getitem, found, place) for place in range(2)]
-    first = (*[slice(None)] * axis, slice(None, count))
-    return [call.emit(python.getitem, part, first) for part in parts]
+    # Equal elements may change places: torch.sort(stable=True) keeps them in order, but has no ONNX form.
+    found = call.emit(
+        torch.topk, call.inputs[0], count, axis, bool(call.attribute("largest", 1)), bool(call.attribute("sorted", 1))
+    )
+    return list(found) if isinstance(found, tuple) else [call.emit(python.getitem, found, place) for place in range(2)]
 
 
 @operator("CumSum")
