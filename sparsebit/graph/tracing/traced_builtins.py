@@ -38,7 +38,12 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     replacements = _replacements(tracer)
     _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
-    given = [(space, {k: v for k, v in replacements.items() if k not in space}) for space in spaces]
+    given = [
+        (space, replacements)
+        if space.keys().isdisjoint(replacements)  # nearly all, and thousands in a large program
+        else (space, {k: v for k, v in replacements.items() if k not in space})
+        for space in spaces
+    ]
     is_tensor = torch.is_tensor
     try:
         for space, names in given:
