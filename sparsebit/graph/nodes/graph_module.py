@@ -73,7 +73,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
     def recompile(self) -> Any:
         """As in torch.fx, whose `__call__` would print a traceback to the terminal for every error in the graph."""
         if self.__dict__.get("_is_rewritten", False):
-            type(self).forward = _compile_and_run  # type: ignore[method-assign]
+            type(self).forward = _compile_and_run
             return None
         code = super().recompile()
         if "__call__" in vars(type(self)):

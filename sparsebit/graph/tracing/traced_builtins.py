@@ -27,7 +27,12 @@ from sparsebit.graph.state.training_flag import TrainingFlag
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package
 _STDLIB, _SITE = (sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
-_NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})  # code of no model, 800 modules of it
+# Code of no model, thousands of modules: what torch, exporters, runtimes, test runners and command lines are made of.
+_OF_NO_MODEL = frozenset({
+    "sympy", "mpmath", "networkx", "jinja2", "fsspec", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "openvino",
+    "triton", "ml_dtypes", "scipy", "sklearn", "joblib", "narwhals", "_pytest", "pytest", "pluggy", "hypothesis",
+    "playwright", "pydantic", "rich", "pygments", "typer", "click", "yaml", "huggingface_hub", "tokenizers",
+})  # fmt: skip
 _MISSING = object()
 _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -77,7 +82,7 @@ def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
-    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
+    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _OF_NO_MODEL:
         return False
     file = space.get("__file__")
     return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"
