@@ -1,6 +1,8 @@
 """`Recipe` and `Calibration`: how the linear layers of a language model are quantized, and on which text.
 
-The command line creates its options from these fields without torch, so imports here must not import it.
+The fields are the options of `sparsebit llm quantize` too: limits, errors and help come from `option(...)`. The command
+line imports this file without torch, so imports here must not load it. Everything that decides the numbers belongs
+into `Recipe`, because a resumed run compares it (`quantizing/quantization_run.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; packed weights stay packed."""
+"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; packed weights stay packed.
+
+A folder is loaded whole or streamed (`LoadOptions`); a GGUF file is run by llama.cpp, which takes none of those
+options. transformers and lm-eval are imported inside of the verb, so that `--help` stays fast.
+"""
 
 from __future__ import annotations
 

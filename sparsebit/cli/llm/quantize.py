@@ -1,4 +1,9 @@
-"""`sparsebit llm quantize`: a language model to a folder of packed weights."""
+"""`sparsebit llm quantize`: a language model to a folder of packed weights.
+
+The options are those of the library's dataclasses `Recipe` and `Calibration` (`Annotated[Given, ...]`), so this file
+declares only what a run needs besides them. Everything that can fail early (texts, target, held-out text) is read
+before the run, which may take hours. Under torchrun only the first process measures and prints.
+"""
 
 from __future__ import annotations
 

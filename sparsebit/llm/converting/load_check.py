@@ -39,7 +39,7 @@ from sparsebit.progress import phase
 
 TOLERANCE = 1e-3
 NO_CONV1D = "neither transformers nor vLLM has packed Conv1D layers"
-# Keys that transformers needs to load a format.
+# The packages that transformers needs to load a format.
 _PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
 # From this version on, codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
 _DENSE_VERSION = (0, 18)

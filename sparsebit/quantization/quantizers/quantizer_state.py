@@ -1,6 +1,8 @@
-"""`KeptNumbers`: the switches of a quantizer, and how they and its numbers get into a state_dict.
+"""`QuantizerState`: the switches of a quantizer, and how they, scale and zero point are saved in a state_dict.
 
-The numbers of a loaded state_dict are checked: their format, and whether the backend has them.
+Scale, zero point, `calibrated` and `fused` are buffers. The switches and the number format are one byte tensor, the
+extra state: `[number of switches, switches..., JSON of the format]`. Loading raises if the saved format differs from
+the model's, or if the backend cannot run the zero point.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer
 
-_NUM_FLAGS = 2  # number of `flags`; subclasses have more
+_NUM_FLAGS = 2  # the least number of `flags`; subclasses add more
 
 
-class KeptNumbers(nn.Module):
-    """Scale, zero point and switches of a `Quantizer`, which defines their meaning and use."""
+class QuantizerState(nn.Module):
+    """The state of a `Quantizer`, which is its only subclass and defines what the numbers mean."""
 
     ALWAYS_FOLLOWS: ClassVar[bool] = False
-    NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
+    # Quantizers with the same NUMBERS can load each other's scale and zero point: calibrated ones and learned ones.
+    NUMBERS: ClassVar[str] = "uniform"
 
     scale: Tensor
     zero_point: Tensor
@@ -38,7 +41,7 @@ class KeptNumbers(nn.Module):
     was_unseen: bool
     observing: bool
     observer: Observer[Any]
-    replaced_by: dict[str, KeptNumbers]
+    replaced_by: dict[str, QuantizerState]
 
     @property
     def is_enable(self) -> bool:
@@ -66,7 +69,7 @@ class KeptNumbers(nn.Module):
         self.use_quant = False
 
     def follow_range(self, wanted: bool = True) -> None:
-        """From now on training moves the grid, or leaves it; one that is learned moves by itself."""
+        """Whether training moves the grid with the data from now on. Learned numbers move by their gradient instead."""
         self.follows = (wanted or self.ALWAYS_FOLLOWS) and not self.learns_numbers and not self.fake_fused
 
     @property
@@ -74,7 +77,7 @@ class KeptNumbers(nn.Module):
         return not {"scale", "zero_point"} <= self._buffers.keys()
 
     def set_fake_fused(self) -> None:
-        """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
+        """Switch off permanently, without a change of the graph: scale 1, zero point 0, no gradient."""
         if not all(other.fake_fused for other in self.replaced_by.values()):
             self._refuse_elsewhere("set_fake_fused()")
         self.fake_fused = True
@@ -88,7 +91,7 @@ class KeptNumbers(nn.Module):
                     getattr(self, name).fill_(value)
 
     def revive(self) -> None:
-        """Another chance for a quantizer that went off because calibration never reached it."""
+        """Undo `set_fake_fused` for a quantizer that is off because an earlier calibration never reached it."""
         if self.was_unseen:
             self.fake_fused = self.was_unseen = False
             self.fused.fill_(False)
@@ -105,7 +108,7 @@ class KeptNumbers(nn.Module):
     # --- numbers
 
     def _store(self, name: str, value: Tensor) -> None:
-        """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
+        """Write `scale`, `zero_point` or `alpha`, of any shape. The tensor object stays: an optimizer may hold it."""
         tensor = getattr(self, name)
         value = value.detach().to(tensor)
         with torch.no_grad():
@@ -145,7 +148,7 @@ class KeptNumbers(nn.Module):
                 "state was saved with, as QuantModel.load() does"
             )
             return
-        # Per-channel activations know their number of channels only from data: a checkpoint has its own shape.
+        # A per-channel activation learns its number of channels in calibration, so a fresh model has another shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
             if stored is not None and own is not None and stored.shape != own.shape:
@@ -154,7 +157,7 @@ class KeptNumbers(nn.Module):
                 else:
                     self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        # A learned scale may have crossed zero: its magnitude was in use, and is what a file stores.
+        # A learned scale may have become negative; the quantizer used its magnitude. A buffer must be positive.
         scale = self._buffers.get("scale")
         if scale is not None and bool((scale < SMALLEST_SCALE).any()):
             self._buffers["scale"] = scale.abs().clamp_min(SMALLEST_SCALE)

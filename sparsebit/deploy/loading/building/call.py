@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from sparsebit.deploy.loading.graph_builder import LARGEST_RESULT, GraphBuilder
-from sparsebit.deploy.loading.values import Number, Value, example_of, is_constant, rank
-from sparsebit.deploy.onnx_graph.packages import onnx
+from sparsebit.deploy.loading.building.graph_builder import LARGEST_RESULT, GraphBuilder
+from sparsebit.deploy.loading.building.values import Number, Value, example_of, is_constant, rank
+from sparsebit.deploy.onnx_graph.packages import numpy, onnx
 from sparsebit.errors import DeploymentError
 
 
@@ -59,6 +59,19 @@ class Call:
     def method(self, name: str, value: Value, *args: Any, **kwargs: Any) -> Any:
         return self.graph.method(name, value, *args, **kwargs)
 
+    def number(self, function: Callable[..., Number], *items: Number) -> Number:
+        """The function of Python numbers: computed now if all of them are known, else a node."""
+        return self.emit(function, *items) if any(isinstance(i, fx.Proxy) for i in items) else function(*items)
+
+    def size(self, axis: int, position: int = 0) -> Number:
+        """The size of an axis of an input: a number if the file fixes it, else a node."""
+        return self.graph.size(self.inputs[position], axis, self.node.input[position])
+
+    def fixed_size(self, axis: int, position: int = 0) -> int | None:
+        """The size of an axis of an input if the file fixes it, whatever the example's size is."""
+        size = self.size(axis, position)
+        return None if isinstance(size, fx.Proxy) else int(size)
+
     def layer(self, layer: nn.Module, key: Any, parameters: dict[str, Tensor | None], *args: Value) -> Value:
         return self.graph.layer(self.node, layer.eval(), key, parameters, *args)
 
@@ -89,3 +102,11 @@ def torch_type(number: int, call: Call) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise call.refusal(f"the element type {name or number} has no counterpart in torch")
     return dtype
+
+
+def tensor_of(stored: Any) -> Tensor:
+    """A TensorProto as a tensor."""
+    array = onnx.numpy_helper.to_array(stored)
+    if str(array.dtype) == "bfloat16":
+        return torch.from_numpy(array.astype(numpy.float32)).to(torch.bfloat16)
+    return torch.from_numpy(numpy.array(array))  # a copy that may be written to; of rank 0 too

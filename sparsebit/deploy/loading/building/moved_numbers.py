@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import OperatorRow
-from sparsebit.deploy.loading.values import Number, Numbers, Value, is_constant, items_of, numbers
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import OperatorRow
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, is_constant, items_of, numbers
 
 _MOVES = frozenset({
     "Reshape", "Transpose", "Slice", "Gather", "Squeeze", "Unsqueeze", "Concat", "Split", "Flatten", "Expand", "Tile",

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Value, example_of, is_constant
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import Value, example_of, is_constant
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "HardSwish": F.hardswish, "Mish": F.mish,
@@ -124,10 +124,10 @@ def _flat_softmax(call: Call) -> Value:
     """Before opset 13 all axes from `axis` on are one."""
     value, axis = call.inputs[0], call.axis(call.attribute("axis", 1))
     function = F.softmax if call.node.op_type == "Softmax" else F.log_softmax
-    if all(size == 1 for size in example_of(value).shape[axis + 1 :]):
+    if all(call.fixed_size(place) == 1 for place in range(axis + 1, call.rank())):
         return call.emit(function, value, dim=axis)
     flat = call.emit(torch.flatten, value, axis)
-    sizes = [call.graph.size(value, place) for place in range(axis, call.rank())]
+    sizes = [call.size(place) for place in range(axis, call.rank())]
     return call.emit(torch.unflatten, call.emit(function, flat, dim=axis), axis, tuple(sizes))
 
 

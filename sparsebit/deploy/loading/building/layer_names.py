@@ -7,14 +7,21 @@ the metadata of its node (`pkg.torch.onnx.name_scopes`), and in the name of its 
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from collections.abc import Iterable
 from typing import Any
+
+from torch import fx, nn
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _LONGEST = 2000  # characters of metadata that are parsed, and of names that are kept
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_]+")
 _ANONYMOUS = re.compile(r"^(onnx::|val_\d|_?tensor_constant|\d|[^./]*$)")  # written by an exporter, not by a person
+# `class`, and what the code of a GraphModule reads: an argument of that name would hide it.
+_OF_CODE = frozenset([*keyword.kwlist, "self", "torch", "getattr", "slice", "device", "inf", "nan", "NoneType"])
+# `forward`, `training`, `__class__`: attributes that every module has.
+_TAKEN = frozenset([*dir(fx.GraphModule(nn.Module(), fx.Graph())), *keyword.kwlist])
 _LAST_PART = re.compile(r"[._/](weight|bias|kernel|gamma|beta|scale|W|w|B|b)$")
 
 
@@ -28,8 +35,15 @@ def layer_path(node: Any, parameters: Iterable[str]) -> str:
 
 def as_path(name: str) -> str:
     """A name of the file as a module path: parts between dots that are valid in attribute names."""
-    parts = [_NOT_IN_NAMES.sub("_", part).strip("_") or "_" for part in re.split(r"[./]", name[:_LONGEST]) if part]
-    return ".".join(parts) or "unnamed"
+    parts = [_NOT_IN_NAMES.sub("_", part) for part in re.split(r"[./]", name[:_LONGEST]) if part]
+    return ".".join(f"{part}_" if part in _TAKEN else part for part in parts) or "unnamed"
+
+
+def argument_name(name: str) -> str:
+    """A name of an input as that of an argument of `forward`."""
+    word = _NOT_IN_NAMES.sub("_", name[:_LONGEST])
+    word = word if word.isidentifier() else f"_{word}"  # 1 -> _1
+    return f"{word}_" if word in _OF_CODE else word
 
 
 def _scope(node: Any) -> str:

@@ -1,7 +1,7 @@
 """The values that flow while a file is loaded: constants, tensors of the graph in progress, and numbers that are known.
 
 - `torch.Tensor`: a constant. Operators on constants alone are computed while the file is loaded.
-- `fx.Proxy`: a tensor of the graph in progress; `example_of` gives its value for the example inputs.
+- `fx.Proxy`: a tensor of the graph in progress; `example_of` is its value for the example inputs.
 - `Numbers`: a vector or scalar of which each element is a Python number of the graph in progress, such as a size.
   Sizes that ONNX computes with tensor operators become Python arithmetic, so that a dynamic batch stays dynamic.
 """
@@ -76,8 +76,12 @@ def rank(value: Value) -> int:
 
 
 def items_of(value: Tensor | Numbers) -> list[Number]:
-    """The elements in order."""
-    return list(value.items) if isinstance(value, Numbers) else value.reshape(-1).tolist()
+    """The elements in order. 0.7 in float32 is 0.7, not 0.699999988: 10 * 0.7 is 7 for a runtime, and its floor too."""
+    if isinstance(value, Numbers):
+        return list(value.items)
+    if value.dtype == torch.float32:
+        return [float(str(item)) for item in value.reshape(-1).numpy()]
+    return value.reshape(-1).tolist()
 
 
 def elementwise(function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:

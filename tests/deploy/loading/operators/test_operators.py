@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from onnx import helper
 from torch import Tensor, nn
 
-from sparsebit.deploy.loading.operator_table import OPERATORS
+from sparsebit.deploy.loading.building.operator_table import OPERATORS
+from sparsebit.deploy.sessions.runtime_sessions import open_session
 from tests.deploy.loading.test_load_onnx import loaded, made, node
 
 IMAGE, ROWS = ["n", 4, 6, 8], ["n", 6]
@@ -29,7 +31,7 @@ PLAIN = [
     "Neg", "Abs", "Exp", "Sign", "Floor", "Ceil", "Round", "Erf", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh", "Asinh",
     "Relu", "Sigmoid", "Tanh", "Softplus", "Softsign", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid", "HardSwish",
     "ThresholdedRelu", "Softmax", "LogSoftmax", "Identity", "ReduceMax", "ReduceMin",
-    "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceProd", "ReduceLogSumExp", "GlobalAveragePool", "GlobalMaxPool",
+    "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "GlobalAveragePool", "GlobalMaxPool",
     "Flatten", "Transpose", "Hardmax", "Shrink", "LpNormalization", "MeanVarianceNormalization",
 ]  # fmt: skip
 W34, W4, V4, V6 = weights(4, 4, 3, 3), weights(4, 1, 3, 3), weights(4), weights(6)
@@ -38,7 +40,8 @@ CASES: list[Case] = [
     *((op, "x", {}, {}, IMAGE) for op in PLAIN),
     *((op, "x k", {}, {"k": weights(6, 8)}, IMAGE) for op in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum")),
     *((op, "k x", {}, {"k": torch.tensor(2.0)}, ROWS) for op in ("Add", "Sub", "Mul", "Div")),
-    ("Pow", "x k", {}, {"k": torch.tensor(2.0)}, ROWS), ("Pow", "x k", {}, {"k": torch.full((6,), 3.0)}, ROWS),
+    ("ReduceProd", "x", {}, {}, ROWS), ("Pow", "x k", {}, {"k": torch.tensor(2.0)}, ROWS), ("Pow", "x k", {},
+     {"k": torch.full((6,), 3.0)}, ROWS),
     ("Mod", "x k", {"fmod": 1}, {"k": torch.tensor(0.7)}, ROWS),
     ("Clip", "x a b", {}, {"a": torch.tensor(0.0), "b": torch.tensor(6.0)}, ROWS),
     ("Clip", "x a", {}, {"a": torch.tensor(-0.5)}, ROWS),
@@ -147,6 +150,91 @@ def test_of_other_opsets(case: Case, opset: int, tmp_path: Path) -> None:
     loaded(made([node(op, inputs, outputs, **attributes)], constants, shape=shape, opset=opset), tmp_path)
 
 
+OPEN: list[tuple[Case, int]] = [
+    (("Conv", "x w", {"auto_pad": "SAME_UPPER", "strides": [2, 3]}, {"w": W34}, ["n", 4, "h", "w"]), 17),
+    (("Conv", "x w", {"auto_pad": "SAME_LOWER"}, {"w": weights(4, 4, 2, 2)}, ["n", 4, "h", 9]), 17),
+    (("MaxPool", "x", {"kernel_shape": [3, 2], "strides": [2, 2], "auto_pad": "SAME_UPPER"},
+     {}, ["n", 2, "h", "w"]), 13),
+    (("AveragePool", "x", {"kernel_shape": [3, 3], "pads": [0, 1, 2, 1]}, {}, ["n", 2, "h", "w"]), 13),
+    (("Resize", "x r s", {"mode": "linear"},
+      {"r": torch.zeros(0), "s": torch.tensor([1.0, 1.0, 1.5, 0.7])}, ["n", 2, "h", "w"]), 13),
+    (("Slice", "x s e a t", {}, {"s": ints(-1), "e": ints(-(2**63)), "a": ints(1), "t": ints(-2)}, ["n", "t", 3]), 13),
+    (("Gather", "x i", {"axis": 1}, {"i": ints(-1, 0)}, ["n", "t", 3]), 13),
+    (("GatherElements", "x i", {"axis": 1}, {"i": torch.tensor([[0, -1]])}, [1, "t"]), 13),
+    (("GatherND", "x i", {"batch_dims": 1}, {"i": torch.tensor([[[0], [-1]]])}, [1, "t", 3]), 13),
+    (("Split", "x", {"axis": 1}, {}, ["n", "t"]), 13), (("Softmax", "x", {"axis": 1}, {}, ["n", "t", "u", 2]), 11),
+    (("Squeeze", "x", {}, {}, ["n", 1, 3]), 13), (("Expand", "x s", {}, {"s": ints(3)}, ["n", "t", 3]), 13),
+    (("Expand", "x s", {}, {"s": ints(1, 1)}, ["n", 3]), 13),
+    (("DepthToSpace", "x", {"blocksize": 2}, {}, ["n", 4, "h", "w"]), 13),
+    (("ConvTranspose", "x w", {"strides": [2, 2], "pads": [3, 0, 0, 1]}, {"w": W34}, ["n", 4, "h", "w"]), 17),
+    (("LSTM", "x w r", {"hidden_size": 5, "direction": "reverse"},
+     {"w": weights(1, 20, 6), "r": weights(1, 20, 5)}, ["t", "n", 6]), 14),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "opset"), OPEN, ids=lambda one: one[0] if isinstance(one, tuple) else str(one))
+@pytest.mark.parametrize("size", [2, 5])
+def test_open_sizes_stay_open(case: Case, opset: int, size: int, tmp_path: Path) -> None:
+    """`load_onnx` itself compares other sizes; here the example's sizes and then more are given."""
+    op, inputs, attributes, constants, shape = case
+    model = made([node(op, inputs, "y b" if op == "Split" else "y", **attributes)], constants, shape=shape, opset=opset)
+    batch = [axis if isinstance(axis, int) else 2 * size for axis in shape]
+    module = loaded(model, tmp_path, [torch.randn(batch)])
+    session = open_session(tmp_path / "made.onnx", optimize=False)
+    for other in (4, 6, 8, 12):
+        x = torch.randn([axis if isinstance(axis, int) else other for axis in shape])
+        (expected, *_), found = session.run({"x": x.numpy()}), module(x)
+        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_equal_elements_keep_their_order(tmp_path: Path) -> None:
+    model = made([node("TopK", "x k", "v y")], {"k": ints(4)}, shape=["n", 40])
+    model.graph.output[0].type.tensor_type.elem_type = 7
+    module = loaded(model, tmp_path)
+    assert module(torch.zeros(1, 40)).tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("Conv", "x w", {"pads": [0, 0, 2, 1], "group": 2}, {"w": weights(6, 2, 3, 2)}, IMAGE),
+        ("ConvTranspose", "x w", {"output_shape": [13, 15], "strides": [2, 2]}, {"w": W34}, IMAGE),
+        ("ConvTranspose", "x w", {"pads": [2, 0, 0, 2], "output_padding": [1, 1], "strides": [2, 2]},
+         {"w": W34}, IMAGE),
+        ("MaxPool", "x", {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_LOWER", "ceil_mode": 1},
+         {}, IMAGE),
+        ("RNN", "x w r", {"hidden_size": 5, "activations": ["Relu"]},
+         {"w": weights(1, 5, 6), "r": weights(1, 5, 5)}, [7, 2, 6]),
+        ("LSTM", "x w r b  h", {"hidden_size": 5},
+         {"w": weights(1, 20, 6), "r": weights(1, 20, 5), "b": weights(1, 40), "h": weights(1, 2, 5)}, [7, 2, 6]),
+        ("Resize", "x r s", {"mode": "cubic", "exclude_outside": 1},
+         {"r": torch.zeros(0), "s": torch.tensor([1.0, 1.0, 2.0, 1.5])}, IMAGE),
+        ("Greater", "k x", {}, {"k": torch.tensor(0.3)}, ROWS), ("Less", "x k", {}, {"k": torch.tensor(0.3)}, ROWS),
+        ("Slice", "x s e a t", {}, {"s": ints(-100), "e": ints(-200), "a": ints(1), "t": ints(-1)}, [2, 5]),
+    ],
+    ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[2].values()))}",
+)  # fmt: skip
+def test_rare_attributes(case: Case, tmp_path: Path) -> None:
+    op, inputs, attributes, constants, shape = case
+    model = made([helper.make_node(op, inputs.split(" "), ["y"], "n", **attributes)], constants, shape=shape)
+    if op in ("Greater", "Less"):
+        model.graph.output[0].type.tensor_type.elem_type = 9
+    loaded(model, tmp_path)
+
+
+@pytest.mark.parametrize(("divisor", "wanted"), [(2, [0, -1, -2]), (-2, [0, 1, 2])])
+def test_the_quotient_of_sizes_is_rounded_to_zero(divisor: int, wanted: list[int], tmp_path: Path) -> None:
+    """(3 - size) / 2 of the sizes 3, 5 and 8: Python would round -2.5 down."""
+    nodes = [
+        node("Shape", "x", "s", end=1), node("Sub", "three s", "d"), node("Div", "d two", "q"), node("Relu", "x", "r"),
+        node("Identity", "q"),
+    ]  # fmt: skip
+    model = made(nodes, {"three": ints(3), "two": ints(divisor)}, shape=["n", 2])
+    model.graph.output[0].type.tensor_type.elem_type = 7
+    module = loaded(model, tmp_path)
+    assert [int(module(torch.zeros(size, 2))) for size in (3, 5, 8)] == wanted
+
+
 def test_most_rows_are_tested() -> None:
     tested = {case[0] for case in CASES} | {case[0] for case, _ in NEWER + OLDER}
     names = {name for domain, name in OPERATORS if not domain}
@@ -171,6 +259,16 @@ def test_sizes_stay_dynamic(tmp_path: Path) -> None:
     model = loaded(made(nodes, constants, shape=["n", 4, 6]), tmp_path)
     for size in (1, 2, 5):
         assert model(torch.randn(size, 4, 6)).shape == (size, 8, 3)
+
+
+def test_expanded_to_a_size_that_is_read(tmp_path: Path) -> None:
+    nodes = [
+        node("Shape", "x", "s"), node("Gather", "s zero", "n"), node("Concat", "n four", "t", axis=0),
+        node("Expand", "k t", "e"), node("Add", "x e"),
+    ]  # fmt: skip
+    constants = {"zero": ints(0), "four": ints(4), "k": weights(1, 4)}
+    model = loaded(made(nodes, constants, shape=["n", 4]), tmp_path)
+    assert model(torch.zeros(3, 4)).shape == (3, 4)
 
 
 def test_joined_groups_are_one_operator(tmp_path: Path) -> None:

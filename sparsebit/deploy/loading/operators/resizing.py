@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Number, Numbers, Value, example_of
+from sparsebit.deploy.loading.building.call import Call
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of, items_of
 from sparsebit.deploy.onnx_graph.packages import numpy
 
 # The names of torch's modes, by the number of axes that are resized.
@@ -38,7 +38,7 @@ def _resize(call: Call) -> Value:
     if sizes is not None:
         wanted = dict(zip(axes, call.graph.sizes(sizes), strict=True))
     elif scales is not None:
-        factors = dict(zip(axes, call.constant(2, "scales").tolist(), strict=True))
+        factors = dict(zip(axes, items_of(call.constant(2, "scales")), strict=True))
     else:
         raise call.refusal("it has neither sizes nor scales")
     spatial = range(2, call.rank())
@@ -53,7 +53,7 @@ def _resize(call: Call) -> Value:
         settings: dict[str, Any] = {"mode": mode}
         if align is not None:
             settings["align_corners"] = align
-        if factors and all(factors.get(a, 1.0).is_integer() for a in spatial):
+        if factors:
             return call.emit(F.interpolate, value, scale_factor=tuple(factors.get(a, 1.0) for a in spatial), **settings)
         return call.emit(F.interpolate, value, size=tuple(targets[a] for a in spatial), **settings)
     for axis in range(call.rank()):
@@ -118,8 +118,9 @@ def _weights(call: Call, size: int, target: int, scale: float) -> Tensor:
     found = torch.zeros(target, size, dtype=torch.float64)
     for row, place in enumerate(places.tolist()):
         for source, share in _sources(call, mode, place):
-            found[row, min(max(source, 0), size - 1)] += share
-    return found
+            if 0 <= source < size or not call.attribute("exclude_outside", 0):
+                found[row, min(max(source, 0), size - 1)] += share
+    return found / found.sum(1, keepdim=True)
 
 
 def _sources(call: Call, mode: str, place: float) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""Operators that compute element by element, comparisons, reductions and products of tensors."""
+"""Arithmetic, comparisons and logic, element by element."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparsebit.deploy.loading.call import Call, torch_type
-from sparsebit.deploy.loading.operator_table import operator
-from sparsebit.deploy.loading.values import Number, Numbers, Value, elementwise, example_of, is_constant, numbers, rank
+from sparsebit.deploy.loading.building.call import Call, torch_type
+from sparsebit.deploy.loading.building.operator_table import operator
+from sparsebit.deploy.loading.building.values import (
+    Number,
+    Numbers,
+    Value,
+    elementwise,
+    example_of,
+    is_constant,
+    numbers,
+    rank,
+)
 
 _UNARY: dict[str, Callable[..., Any]] = {
     "Neg": torch.neg, "Abs": torch.abs, "Sqrt": torch.sqrt, "Exp": torch.exp, "Log": torch.log,
@@ -22,16 +31,20 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "Atanh": torch.atanh, "Not": torch.logical_not, "IsNaN": torch.isnan, "BitwiseNot": torch.bitwise_not,
     "Det": torch.det,
 }  # fmt: skip
+
 _BINARY: dict[str, Callable[..., Any]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Equal": torch.eq,
     "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt, "LessOrEqual": torch.le,
     "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
     "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
 }  # fmt: skip
+
 # Of Python numbers; torch's operators above are those of tensors.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "Add": python.add, "Sub": python.sub, "Mul": python.mul, "Neg": python.neg, "Sqrt": math.sqrt,
+    "Floor": math.floor, "Ceil": math.ceil,
 }  # fmt: skip
+
 _MOST_NUMBERS = 64  # of a vector of sizes; tables of constants are tensors
 _COMMUTATIVE = frozenset({"Add", "Mul"})
 
@@ -40,7 +53,7 @@ _COMMUTATIVE = frozenset({"Add", "Mul"})
 def _unary(call: Call) -> Value:
     value = call.inputs[0]
     if isinstance(value, Numbers) and call.node.op_type in _OF_NUMBERS:
-        return of_numbers(call, _OF_NUMBERS[call.node.op_type], value)
+        return _of_numbers(call, _OF_NUMBERS[call.node.op_type], value)
     return call.emit(_UNARY[call.node.op_type], value)
 
 
@@ -48,30 +61,15 @@ def _unary(call: Call) -> Value:
 def _binary(call: Call) -> Value:
     name = call.node.op_type
     left, right = call.inputs
-    if are_numbers(left, right):
+    if _are_numbers(left, right):
         if name in _OF_NUMBERS:
-            return of_numbers(call, _OF_NUMBERS[name], left, right)
+            return _of_numbers(call, _OF_NUMBERS[name], left, right)
         if name == "Equal" and (known := _equal(left, right)) is not None:
             return known
     if name in _COMMUTATIVE and is_constant(left):
         left, right = right, left
-    return call.emit(_BINARY[name], scalar(left, right), scalar(right, left))
-
-
-def are_numbers(*values: Value) -> bool:
-    """Whether Python can compute it: Numbers among small vectors, and no tensor of the graph."""
-    return any(isinstance(value, Numbers) for value in values) and all(
-        isinstance(value, Numbers) or (is_constant(value) and value.numel() <= _MOST_NUMBERS) for value in values
-    )
-
-
-def of_numbers(call: Call, function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:
-    """The function of each element, as nodes of Python arithmetic."""
-
-    def apply(*items: Number) -> Number:
-        return call.emit(function, *items) if any(isinstance(i, fx.Proxy) for i in items) else function(*items)
-
-    return elementwise(apply, *values)
+    left = _scalar(left, right) if name in _OF_NUMBERS else left  # a comparison takes a tensor on its left
+    return call.emit(_BINARY[name], left, _scalar(right, left))
 
 
 def _equal(left: Tensor | Numbers, right: Tensor | Numbers) -> Tensor | None:
@@ -89,24 +87,41 @@ def _equal(left: Tensor | Numbers, right: Tensor | Numbers) -> Tensor | None:
     return found.to(torch.bool) if all(answers) and isinstance(found, Tensor) else None
 
 
-def scalar(value: Value, other: Value) -> Value:
-    """A constant of one number as a Python number, if that has the same result with `other`."""
-    if not is_constant(value) or is_constant(other) or isinstance(other, Numbers) or value.numel() != 1:
-        return value
-    if value.ndim > rank(other) or value.dtype != example_of(other).dtype or value.dtype == torch.bool:
-        return value
-    return value.item()
-
-
 @operator("Div")
 def _div(call: Call) -> Value:
     left, right = call.inputs
     is_float = all(example_of(value).dtype.is_floating_point for value in (left, right))
-    if are_numbers(left, right):
-        return of_numbers(call, python.truediv if is_float else python.floordiv, left, right)
+    if _are_numbers(left, right):
+        if is_float:
+            return _of_numbers(call, python.truediv, left, right)
+        return elementwise(lambda one, other: _quotient(call, one, other), left, right)
     if is_float:
-        return call.emit(torch.div, scalar(left, right), scalar(right, left))
+        return call.emit(torch.div, _scalar(left, right), _scalar(right, left))
     return call.emit(torch.div, left, right, rounding_mode="trunc")
+
+
+def _quotient(call: Call, left: Number, right: Number) -> Number:
+    """The integer quotient, rounded to zero as ONNX does; Python rounds down."""
+    if _is_never_negative(left) and _is_never_negative(right):
+        return call.number(python.floordiv, left, right)
+    size = call.number(python.floordiv, call.number(abs, left), call.number(abs, right))
+    is_negative = call.number(python.lt, call.number(python.mul, left, right), 0)
+    return call.number(python.mul, size, call.number(python.sub, 1, call.number(python.mul, 2, is_negative)))
+
+
+def _is_never_negative(item: Number) -> bool:
+    """Whether it is a size, or a sum, product or quotient of sizes and numbers from 0 on."""
+    if not isinstance(item, fx.Proxy):
+        return bool(item >= 0)
+    return _is_size(item.node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target == "size"
+    return node.target in (python.add, python.mul, python.floordiv) and all(
+        _is_size(arg) if isinstance(arg, fx.Node) else isinstance(arg, int) and arg >= 0 for arg in node.args
+    )
 
 
 @operator("Mod")
@@ -115,8 +130,8 @@ def _mod(call: Call) -> Value:
     if call.attribute("fmod", 0):
         return call.emit(torch.fmod, left, right)
     return (
-        of_numbers(call, python.mod, left, right)
-        if are_numbers(left, right)
+        _of_numbers(call, python.mod, left, right)
+        if _are_numbers(left, right)
         else call.emit(torch.remainder, *call.inputs)
     )
 
@@ -148,10 +163,10 @@ def _is_inf(call: Call) -> Value:
 
 @operator("Sum", "Mean", "Max", "Min")
 def _of_several(call: Call) -> Value:
-    """Of any number of tensors, element by element."""
+    """Any number of tensors, element by element."""
     kind = call.node.op_type
-    if kind in ("Max", "Min") and len(call.inputs) == 2 and are_numbers(*call.inputs):
-        return of_numbers(call, torch.sym_max if kind == "Max" else torch.sym_min, *call.inputs)
+    if kind in ("Max", "Min") and len(call.inputs) == 2 and _are_numbers(*call.inputs):
+        return _of_numbers(call, torch.sym_max if kind == "Max" else torch.sym_min, *call.inputs)
     function = {"Max": torch.maximum, "Min": torch.minimum}.get(kind, torch.add)
     found = call.inputs[0]
     for value in call.inputs[1:]:
@@ -162,7 +177,7 @@ def _of_several(call: Call) -> Value:
 @operator("Where")
 def _where(call: Call) -> Value:
     condition, left, right = call.inputs
-    if is_constant(condition) and are_numbers(left, right):
+    if is_constant(condition) and _are_numbers(left, right):
         return elementwise(lambda one, other, chosen: one if chosen else other, left, right, condition)
     return call.emit(torch.where, condition, left, right)
 
@@ -187,7 +202,7 @@ def _cast(call: Call) -> Value:
 @operator("Clip")
 def _clip(call: Call) -> Value:
     value, least, most = call.inputs[0], call.input(1), call.input(2)
-    limits = [scalar(limit, value) for limit in (least, most)]
+    limits = [_scalar(limit, value) for limit in (least, most)]
     plain = [limit for limit in limits if not isinstance(limit, (Tensor, fx.Proxy, Numbers))]
     if len(plain) < len(limits):  # a limit that is computed
         for limit, function in zip(limits, (torch.maximum, torch.minimum), strict=True):
@@ -206,94 +221,22 @@ def _clip(call: Call) -> Value:
     return call.emit(torch.clamp, value, *limits)
 
 
-@operator("CumSum")
-def _cumsum(call: Call) -> Value:
-    value = call.inputs[0]
-    axis = call.axis(int(call.constant(1, "axis").item()))
-    is_reverse, is_exclusive = bool(call.attribute("reverse", 0)), bool(call.attribute("exclusive", 0))
-    found = call.emit(torch.flip, value, (axis,)) if is_reverse else value
-    total = call.emit(torch.cumsum, found, axis)
-    if is_exclusive:
-        total = call.emit(torch.sub, total, found)
-    total = call.emit(torch.flip, total, (axis,)) if is_reverse else total
-    return call.method("to", total, example_of(value).dtype)
-
-
-@operator("Einsum")
-def _einsum(call: Call) -> Value:
-    return call.emit(torch.einsum, call.attribute("equation").replace(" ", ""), *call.inputs)
-
-
-@operator("Trilu")
-def _trilu(call: Call) -> Value:
-    diagonal = call.input(1)
-    offset = 0 if diagonal is None else call.graph.sizes(diagonal)[0]
-    return call.emit(torch.triu if call.attribute("upper", 1) else torch.tril, call.inputs[0], offset)
-
-
-_REDUCTIONS: dict[str, Callable[[Call, Value, list[int], bool], Value]] = {
-    "ReduceMean": lambda call, x, axes, keep: call.method("mean", x, tuple(axes), keepdim=keep),
-    "ReduceSum": lambda call, x, axes, keep: call.emit(
-        torch.sum, x, tuple(axes), keepdim=keep, dtype=example_of(x).dtype
-    ),
-    "ReduceMax": lambda call, x, axes, keep: call.emit(torch.amax, x, tuple(axes), keepdim=keep),
-    "ReduceMin": lambda call, x, axes, keep: call.emit(torch.amin, x, tuple(axes), keepdim=keep),
-    "ReduceL1": lambda call, x, axes, keep: call.emit(torch.sum, call.emit(torch.abs, x), tuple(axes), keepdim=keep),
-    "ReduceL2": lambda call, x, axes, keep: call.emit(torch.linalg.vector_norm, x, 2, tuple(axes), keepdim=keep),
-    "ReduceSumSquare": lambda call, x, axes, keep: call.emit(
-        torch.sum, call.emit(torch.mul, x, x), tuple(axes), keepdim=keep
-    ),
-    "ReduceLogSum": lambda call, x, axes, keep: call.emit(
-        torch.log, call.emit(torch.sum, x, tuple(axes), keepdim=keep)
-    ),
-    "ReduceLogSumExp": lambda call, x, axes, keep: call.emit(torch.logsumexp, x, tuple(axes), keepdim=keep),
-}
-
-
-@operator(*_REDUCTIONS, "ReduceProd")
-def _reduce(call: Call) -> Value:
-    value = call.graph.tensor(call.inputs[0])
-    given = call.setting("axes", 1, [])
-    if not given and call.attribute("noop_with_empty_axes", 0):
-        return value
-    axes = [call.axis(axis) for axis in given or range(call.rank())]
-    keep = bool(call.attribute("keepdims", 1))
-    if not axes:
-        return value
-    if call.node.op_type == "ReduceProd":
-        return _product(call, call.inputs[0], sorted(axes, reverse=True), keep)
-    return _REDUCTIONS[call.node.op_type](call, value, axes, keep)
-
-
-def _product(call: Call, value: Value, axes: list[int], keep: bool) -> Value:
-    if isinstance(value, Numbers):
-        items = list(value.items)
-        found = items[0]
-        for item in items[1:]:
-            found = call.emit(python.mul, found, item)
-        return numbers([found], (1,) if keep else (), value.dtype)
-    for axis in axes:
-        value = call.emit(torch.prod, value, axis, keepdim=keep, dtype=example_of(value).dtype)
-    return value
-
-
-@operator("ArgMax", "ArgMin")
-def _arg(call: Call) -> Value:
-    if call.attribute("select_last_index", 0):
-        raise call.refusal("select_last_index=1 has no counterpart in torch")
-    function = torch.argmax if call.node.op_type == "ArgMax" else torch.argmin
-    return call.emit(
-        function, call.inputs[0], call.axis(call.attribute("axis", 0)), keepdim=bool(call.attribute("keepdims", 1))
+def _are_numbers(*values: Value) -> bool:
+    """Whether Python can compute it: Numbers among small vectors, and no tensor of the graph."""
+    return any(isinstance(value, Numbers) for value in values) and all(
+        isinstance(value, Numbers) or (is_constant(value) and value.numel() <= _MOST_NUMBERS) for value in values
     )
 
 
-@operator("TopK")
-def _top_k(call: Call) -> list[Value]:
-    axis = call.axis(call.attribute("axis", -1))
-    count = call.graph.sizes(call.inputs[1])[0]
-    found = call.emit(
-        torch.topk, call.inputs[0], count, axis, bool(call.attribute("largest", 1)), bool(call.attribute("sorted", 1))
-    )
-    if isinstance(found, tuple):
-        return list(found)
-    return [call.emit(python.getitem, found, 0), call.emit(python.getitem, found, 1)]
+def _of_numbers(call: Call, function: Callable[..., Number], *values: Tensor | Numbers) -> Tensor | Numbers:
+    """The function of each element, as nodes of Python arithmetic."""
+    return elementwise(lambda *items: call.number(function, *items), *values)
+
+
+def _scalar(value: Value, other: Value) -> Value:
+    """A constant of one number as a Python number, if that has the same result with `other`."""
+    if not is_constant(value) or is_constant(other) or isinstance(other, Numbers) or value.numel() != 1:
+        return value
+    if value.ndim > rank(other) or value.dtype != example_of(other).dtype or value.dtype == torch.bool:
+        return value
+    return value.item()

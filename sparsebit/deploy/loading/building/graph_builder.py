@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.deploy.loading.layer_names import as_path, layer_path
-from sparsebit.deploy.loading.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
+from sparsebit.deploy.loading.building.layer_names import argument_name, as_path, layer_path
+from sparsebit.deploy.loading.building.values import Number, Numbers, Value, example_of, examples, has_proxy, numbers
 from sparsebit.errors import DeploymentError
 
 # Larger float constants are masks (-1e4, -3.4e38), not weights that training may change.
@@ -39,7 +39,8 @@ class GraphBuilder(fx.Tracer):
 
     def input(self, name: str, example: Tensor) -> fx.Proxy:
         """A placeholder."""
-        proxy = self.create_proxy("placeholder", self._unique(as_path(name).replace(".", "_"), alone=True), (), {})
+        word = self._unique(argument_name(name), alone=True)
+        proxy = self.create_proxy("placeholder", word, (), {})
         proxy.__dict__["example"] = example
         return proxy
 
