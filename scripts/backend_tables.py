@@ -179,7 +179,7 @@ def main() -> int:
         },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt")},
+        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt", "qnn", "litert", "coreml")},
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

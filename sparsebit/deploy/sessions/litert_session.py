@@ -28,11 +28,10 @@ class LiteRtSession(ProgramSession):
         # The interpreter reads a damaged file beyond its end.
         if data[4:8] != _IDENTIFIER:
             raise DeploymentError(f"{name} does not load in LiteRT: it is not a .tflite file")
+        module = _interpreter_module()
         try:
             with native_output_read():
-                self.interpreter = _interpreter_module().Interpreter(
-                    model_content=data, num_threads=num_threads or None
-                )
+                self.interpreter = module.Interpreter(model_content=data, num_threads=num_threads or None)
                 self.interpreter.allocate_tensors()
                 self.runner = self.interpreter.get_signature_runner()
         except (RuntimeError, ValueError) as error:
