@@ -1,9 +1,11 @@
-"""Rewrites two paddings that OpenVINO (2026.4) computes otherwise than ONNX defines them.
+"""Rewrites what OpenVINO (2026.4) computes otherwise than ONNX defines it.
 
 - It moves the stride of a 1x1 convolution before the op in front, without the convolution's padding: the output has
   another shape. A kernel of size 2 with zeros at its end is the same function, and keeps its stride.
 - It pools the codes of a quantized tensor, and pads them with the code 0, which is another number unless it is the zero
   point. A depthwise convolution with equal weights is the same average, and runs in float.
+- It fuses a quantizer into the ReduceMax or ReduceMin before it, and then rounds the float numbers to whole ones first.
+  A value that is read twice is not fused.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
 from sparsebit.errors import DeploymentError
 
 
-def lay_out_pads_for_openvino(model: ir.Model) -> None:
-    """Both rewrites, in place."""
+def lay_out_for_openvino(model: ir.Model) -> None:
+    """All rewrites, in place."""
     for node in list(model.graph):
         if node.op_type == "Conv" and any(_ints(node, "pads")) and max(_ints(node, "strides"), default=1) > 1:
             _widen(model, node)
         is_counted = node.op_type == "AveragePool" and any(_ints(node, "count_include_pad"))
         if is_counted and any(_ints(node, "pads")) and _has_zero_point(node.inputs[0]):
             _convolve(model, node)
+        if node.op_type in ("ReduceMax", "ReduceMin", "GlobalMaxPool") and node.outputs[0].uses():
+            _read_twice(model, node)
 
 
 def _widen(model: ir.Model, conv: ir.Node) -> None:
@@ -80,6 +84,14 @@ def _convolve(model: ir.Model, pool: ir.Node) -> None:
     put_instead(
         model, pool, [ir.Node("", "Conv", inputs, attributes, name=pool.name, metadata_props=dict(pool.metadata_props))]
     )
+
+
+def _read_twice(model: ir.Model, node: ir.Node) -> None:
+    value = node.outputs[0]
+    kept = ir.Node("", node.op_type, node.inputs, list(node.attributes.values()), name=node.name)
+    kept.metadata_props.update(node.metadata_props)
+    become(kept.outputs[0], value, f"{value.name}/alone")
+    put_instead(model, node, [kept, ir.node("Max", [kept.outputs[0]] * 2, name=f"{node.name}/twice")])
 
 
 def _has_zero_point(value: ir.Value | None) -> bool:
