@@ -19,8 +19,6 @@ from sparsebit.deploy.audit.tensorrt_rules import RULES
 from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
-# Their pages are called like them.
-_PAGES = ("openvino", "tensorrt", "qnn", "litert", "coreml")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 # What a rule asks for, in words; the rule itself knows only where it is broken.
@@ -186,9 +184,10 @@ def main() -> int:
         },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in _PAGES},
-        "guides/executorch": {"profile": one_profile("executorch")},
-        "guides/aot-inductor": {"profile": one_profile("aot_inductor")},
+        **{
+            f"guides/{name.replace('_', '-')}": {"profile": one_profile(name)}
+            for name in ("openvino", "tensorrt", "qnn", "executorch", "aot_inductor", "litert", "coreml")
+        },
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

@@ -18,7 +18,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -233,7 +233,7 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
 
 
 @functools.cache
-def _is_constant(kind: Any) -> bool:
+def _is_constant(kind: Hashable) -> bool:
     """Whether it is a frozen class of Sparsebit, as configs and number formats are: each quantizer holds several."""
     if not kind.__module__.startswith("sparsebit."):
         return False

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -102,14 +101,20 @@ def _unpack_int4(rows: Tensor, width: int) -> Tensor:
     )
 
 
-@lru_cache(maxsize=4)
+# By width (0: the levels) and device. Not `lru_cache`, which torch.compile warns of.
+_TABLES: dict[tuple[int, torch.device], Tensor] = {}
+
+
 def _pairs(device: torch.device) -> Tensor:
     """The two levels of each byte, `(256, 2)`."""
-    octets = torch.arange(256)
-    return torch.stack((_LEVELS[octets & 15], _LEVELS[octets >> 4]), -1).to(device)
+    if (0, device) not in _TABLES:
+        octets = torch.arange(256)
+        _TABLES[0, device] = torch.stack((_LEVELS[octets & 15], _LEVELS[octets >> 4]), -1).to(device)
+    return _TABLES[0, device]
 
 
-@lru_cache(maxsize=16)
 def _hadamard(width: int, device: torch.device) -> Tensor:
     """The matrix of `rotate_blocks` with the largest blocks that divide the row; its own inverse."""
-    return rotate_blocks(torch.eye(width), width & -width).to(device)
+    if (width, device) not in _TABLES:
+        _TABLES[width, device] = rotate_blocks(torch.eye(width), width & -width).to(device)
+    return _TABLES[width, device]
