@@ -24,11 +24,11 @@ def shrink(program: Program, still_fails: Callable[[Program], bool], *, tries: i
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    for root in _smaller_class(program.root):
+    for root in smaller_classes(program.root):
         yield replace(program, root=root)
 
 
-def _smaller_class(module_class: ModuleClass) -> Iterator[ModuleClass]:
+def smaller_classes(module_class: ModuleClass) -> Iterator[ModuleClass]:
     statements = module_class.statements
     if "," in module_class.result or "{" in module_class.result:  # one output instead of several
         for name in dict.fromkeys(s.target for s in reversed(statements) if s.target):
@@ -44,7 +44,7 @@ def _smaller_class(module_class: ModuleClass) -> Iterator[ModuleClass]:
             yield replace(module_class, statements=(*statements[:index], shorter, *statements[index + 1 :]))
         for number, inner in enumerate(statements[index].classes):
             classes = statements[index].classes
-            for smaller in _smaller_class(inner):
+            for smaller in smaller_classes(inner):
                 shorter = replace(statements[index], classes=(*classes[:number], smaller, *classes[number + 1 :]))
                 yield replace(module_class, statements=(*statements[:index], shorter, *statements[index + 1 :]))
 

@@ -27,7 +27,7 @@ from sparsebit.graph.values.nested import map_nested
 
 
 class GuardError(Exception):
-    """A call that the captured graph does not cover. Users do not see it: the module's own code runs instead.
+    """Raised by a graph for a call that it does not cover. Users do not see it: the module's own code runs instead.
 
     `advice`: what the user can do to have a graph for such calls.
     """
@@ -58,7 +58,7 @@ def guard(value: Any, expected: Any, line: str) -> None:
             holds = (value is None) == (expected is None)
         else:
             holds = bool(_answer(value, expected) == expected)
-    except (TypeError, ValueError, RuntimeError):  # of another kind
+    except (TypeError, ValueError, RuntimeError):  # a value of another kind than the captured one
         holds = False
     if not holds:
         raise GuardError(f"{line}: {expected!r} was captured, and this call differs")
@@ -87,7 +87,7 @@ class Example:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.evaluate(lambda: torch.ones(1) + 1)  # torch imports modules at first use: before it is patched
+        self.evaluate(lambda: torch.ones(1) + 1)  # torch imports modules at first use, which must happen unpatched
 
     def fake(self, value: Any) -> Any:
         """The same nested structure with fake tensors in it."""
@@ -259,7 +259,7 @@ class ExampleAttribute(_Answers, fx_proxy.Attribute):
 
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
-        # Erased: made inside a module whose trace was given up.
+        # An erased node was made inside a module whose trace was given up.
         if self._node is None or self._node._erased:
             self._node = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {}).node
         return self._node

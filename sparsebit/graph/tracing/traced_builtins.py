@@ -2,7 +2,8 @@
 
 A traced value is an object of another class. While a trace runs, the model's Python modules therefore see these
 builtins in a form that knows traced values; torch's own modules and ours do not. Each answer that another input could
-change becomes a guard.
+change becomes a guard. The builtins are replaced by names in the modules' globals, because a name is looked up there
+before it is looked up in `builtins`: so no other code of the process sees them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _users_modules(ids: tuple[int, ...]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """All that `sys.modules` holds, and the namespaces of the user's modules among them.
+    """All modules in `sys.modules`, and the namespaces of the user's among them.
 
-    `ids`: of what `sys.modules` holds. They stay those of the same modules, which the result keeps alive.
+    `ids`: the modules' ids, as the key of the cache. The result keeps the modules alive, so that no id is used again.
     """
     loaded = list(sys.modules.values())
     return loaded, [vars(module) for module in loaded if _is_users(module)]
@@ -158,7 +159,7 @@ def _flat(classes: Any) -> list[Any]:
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:
-    """Whether a traced tensor is a `torch.FloatTensor`, say: such classes stand for a dtype on a device."""
+    """Whether a traced tensor is of a class like `torch.FloatTensor`, which means a dtype on a device."""
     if not isinstance(kind, builtins.type(torch.FloatTensor)) or isinstance(value, TrainingFlag):
         return False
     return bool(value.dtype == kind.dtype) and bool(value.is_cuda == kind.is_cuda) and bool(value.layout == kind.layout)

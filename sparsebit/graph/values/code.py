@@ -8,7 +8,7 @@ import sys
 import types
 from typing import Any
 
-MAX_FUNCTIONS = 300  # that are followed from one function to the next
+MAX_FUNCTIONS = 300  # the most functions that are followed from one to the next
 FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 _NEVER_SEEDED = {"urandom", "SystemRandom", "randbits", "randbelow", "token_bytes", "token_hex", "uuid1", "uuid4"}

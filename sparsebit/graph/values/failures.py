@@ -1,4 +1,4 @@
-"""Where a trace failed, and why, as a line of the user's code."""
+"""Describes why a trace failed, with the line of the user's code (`Untraced`); logs faults of this package."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ which number format.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from sparsebit.llm.layers.float_weight import FloatWeight, Weight
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
-log = logging.getLogger(__name__)
 _SUFFIXES: dict[WeightKind, tuple[str, ...]] = {
     "int": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "fp8": ("weight", "weight_scale"),
@@ -155,8 +153,6 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
             f"quantization {method!r} of format {form!r} with {unread or 'no transforms'}: allowed: compressed-tensors "
             f"of format {', '.join(known)}, without transforms and sparsity"
         )
-    if config.get("kv_cache_scheme"):
-        log.warning("kv_cache_scheme %s: the cache of keys and values stays float here", config["kv_cache_scheme"])
     found: dict[str, LayerFormat] = {}
     for name in linear_names:
         if any(_specificity(target, name) in (0, 1) for target in config.get("ignore") or ()):

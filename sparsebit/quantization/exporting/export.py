@@ -1,4 +1,12 @@
-"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation."""
+"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation.
+
+The steps: checks; quantizers are replaced by constants (`export_constants.py`); torch exports a graph in which each
+quantizer is one node (`trace_onnx`); `lower_onnx` makes QuantizeLinear and DequantizeLinear of these and rearranges
+the graph for the runtime's kernels (`deploy/layouts`); the file is written to a temporary path, checked
+(`export_checks.py`), and only then takes its name.
+
+The placement search uses `trace_onnx` and `lower_onnx` alone, to write many variants of one traced graph.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +31,9 @@ from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
+from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
+from sparsebit.deploy.layouts.openvino_pads import lay_out_pads_for_openvino
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
 from sparsebit.deploy.layouts.pool_layout import lay_out_pools
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
@@ -52,6 +62,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DEFAULTS = OnnxOptions()
+# ONNX Runtime's optimizer inserts a QuantizeLinear of int8 with the attribute `output_dtype` of opset 21 before some
+# linear layers, then changes its zero point to uint8, and does not load its own graph (1.31).
+_SIGNED_OPSET = 20
 
 
 def export_onnx(
@@ -83,6 +96,7 @@ def export_onnx(
     """
     require_whole(qmodel, "export_onnx")
     check_ready(qmodel, "export_onnx")
+    require_onnx(qmodel.config.BACKEND)
     target = checked_path(name)
     if check is not None:
         require_runtime(PROFILES[qmodel.config.BACKEND].executes or "onnxruntime")
@@ -91,7 +105,7 @@ def export_onnx(
         options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         model, sites = build_onnx(qmodel, dummy_data, options)
         parity = None
-        with staged(target) as path:
+        with staged(target) as path:  # an error inside leaves an older file of that name as it was
             write(model, path)
             if qmodel.config.BACKEND == "tensorrt":
                 check_rules(path, str(target))
@@ -103,6 +117,15 @@ def export_onnx(
             with staged(extra) as path:
                 write(model, path)
     return parity
+
+
+def require_onnx(backend: str) -> None:
+    """Raise for a backend whose files are programs."""
+    if (ending := PROFILES[backend].ending) != ".onnx":
+        raise DeploymentError(
+            f'BACKEND: {backend} has {ending} files: write it with qmodel.export("model{ending}", batch), or quantize '
+            "with a BACKEND of ONNX files"
+        )
 
 
 @phase(EXPORT)
@@ -120,8 +143,14 @@ def build_onnx(
 
 
 def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
-    """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
+    """The exported model with one node for each quantizer, ready for `lower_onnx`, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
+    if options.dynamic_axes and not profile.open_sizes:
+        given = ", ".join(options.dynamic_axes)
+        raise DeploymentError(
+            f"export_onnx: dynamic_axes of {given}: files for {profile.name} have fixed sizes; leave dynamic_axes out "
+            "(--dynamic-batch) and give an example of the size in use"
+        )
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
     if state := state_between_calls(qmodel, (args, kwargs)):
@@ -135,7 +164,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
             f"export_onnx: ALGORITHMS were not run on this model ({', '.join(missing)}); call apply_algorithms() before"
         )
         warnings.warn(text, stacklevel=users_level())
-    opset = _opset(qmodel, options.opset_version, profile.weight_widths, profile.opset)
+    opset = _opset(qmodel, options.opset_version, profile)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         options = replace(options, opset_version=max(opset, LOWEST_WRITTEN))
         model = to_onnx(qmodel, args, kwargs, options, signature=inspect.signature(qmodel.original.forward))
@@ -150,13 +179,17 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
     lay_out_linears(model)
     lay_out_pools(model)
     lay_out_pads(model)
-    if profile.executes is not None:
+    if profile.name == "qnn":
+        lay_out_for_htp(model)
+    elif profile.executes is not None:
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)
         lay_out_hard_sigmoids(model)
         if pads_channels:
             lay_out_channels(model)
+    if profile.executes == "openvino":
+        lay_out_pads_for_openvino(model)
     if profile.bias == "float":
         keep_float_biases(model)
     if opset < LOWEST_WRITTEN:
@@ -176,13 +209,15 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
             forms.insert(0, (tuple(first), last))
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     if input_rows((args, kwargs)) == {0}:
-        raise DeploymentError("the example batch of the export holds no samples: the file would take none; give one")
+        raise DeploymentError(
+            "the export's example batch holds no samples: the file would accept none; give at least one"
+        )
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
 
 def _require_exportable(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
-    """Raise for what has no kernel in the runtime: a number type, or LSTMs with projections, which ONNX has not."""
+    """Raise for dtypes without kernels in the runtime, and for LSTMs with projections, which ONNX does not have."""
     lacks, fault = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}, ""
     dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
     if profile.name != "virtual" and dtype is not None:
@@ -206,8 +241,10 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
     return True
 
 
-def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
-    needs = {q: _opset_of(q, weight_widths) for q in qmodel.quantizers() if q.is_enable}
+def _opset(qmodel: SimulatedModel, given: int | None, profile: RuntimeProfile) -> int:
+    needs = {q: _opset_of(q, profile.weight_widths) for q in qmodel.quantizers() if q.is_enable}
+    has_signed = any(q.target == "activation" and q.spec.qmin < 0 for q in needs)
+    usual = min(profile.opset, _SIGNED_OPSET) if has_signed else profile.opset
     needed = max(needs.values(), default=usual)
     if given is None:
         return max(usual, needed)

@@ -116,10 +116,12 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
     output = call.outputs[place]
     order = torch.randperm(output.shape[dim])
     half = max(1, len(order) // 2)
+    # An operator that works in place is not probed: it would write into the values of the run that is watched.
     if not any(tensor.is_floating_point() for tensor in sliced) or call.name.endswith("_"):
         return False
 
     def result(arguments: tuple[tuple[Any, ...], dict[str, Any]], kept: Tensor) -> Tensor:
+        # Both runs draw the same random numbers. NaN differs from itself, so it is replaced.
         seed_generators(0)
         found = tensor_leaves(call.op(*arguments[0], **arguments[1]))[place]
         return found.index_select(dim, kept).nan_to_num()
@@ -155,6 +157,7 @@ def _reduced(sets: LabelSets, call: Call) -> list[Axes]:
     gone = {dim % max(1, source.dim()) for dim in dims}
     for dim in gone:
         if call.name not in _SUMS and source.dim():
+            # Done only if something uses the result: a mean that the code merely logs must not spare channels.
             act = sets.keep_width if call.name in _MEANS else sets.pin
             call.when_used.append((act, axes[dim], f"{call.described()} is taken over them"))
     kept = tuple(None if dim in gone else labels for dim, labels in enumerate(axes) if keeps or dim not in gone)

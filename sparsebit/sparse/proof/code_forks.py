@@ -21,7 +21,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 FORK = "__sparsebit_fork__"
-ENTRY = -1  # the number that a function's frame is observed with at its beginning, where its arguments have values
+ENTRY = -1  # the number of the observation at a function's start, when its arguments have values
 Observe = Callable[[int, int, FrameType], None]
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _NUMBERS = itertools.count()
@@ -102,6 +102,8 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunction
 
 def _compiled(definition: ast.FunctionDef | ast.AsyncFunctionDef, original: CodeType) -> CodeType | None:
     """The code of a definition, compiled inside its class (private names, `super()`) and a scope of its free names."""
+    # `super()` and private names (`self.__x`) compile correctly only inside a class of the same name, and free
+    # variables only inside a function that has them.
     owner = original.co_qualname.split(".")[-2:-1]
     inner: ast.stmt = definition
     path = [definition.name]
@@ -313,7 +315,7 @@ def forks_run(
         taken.add(arm)
         if observe is not None:
             observe(function, fork, frame)
-        return test if value == is_true else value  # `a or b` is the value of one of them
+        return test if value == is_true else value  # unforced, `a or b` must return the operand itself, not its truth
 
     try:
         for one in listed:

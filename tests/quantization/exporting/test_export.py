@@ -387,6 +387,16 @@ def test_coarse_steps_keep_a_float_bias(tmp_path: Path) -> None:
     assert op_types(tmp_path / "m.onnx")["Max"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:A.QSCHEME")  # they are slower than float
+@pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
+def test_signed_activations_of_linear_layers_load_in_onnxruntime(backend: str, tmp_path: Path) -> None:
+    x = torch.randn(2, 6, 8)
+    config = qconfig({"A.QSCHEME": "per-tensor-symmetric"}, backend=backend)
+    qmodel = calibrated(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).eval(), [x], config)
+    parity = qmodel.export_onnx(x, tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.worst.is_equal and opset(tmp_path / "m.onnx") == 20
+
+
 def test_opset_versions(tmp_path: Path) -> None:
     qmodel = calibrated(TwoLayers(), [X], qconfig({"W.SPECIFIC": [{"second": ["QUANTIZER.BIT", 4]}]}))
     for given in (13, 20):  # 13 is enough for the layers of 8 bits

@@ -1,0 +1,92 @@
+"""Rewrites two paddings that OpenVINO (2026.4) computes otherwise than ONNX defines them.
+
+- It moves the stride of a 1x1 convolution before the op in front, without the convolution's padding: the output has
+  another shape. A kernel of size 2 with zeros at its end is the same function, and keeps its stride.
+- It pools the codes of a quantized tensor, and pads them with the code 0, which is another number unless it is the zero
+  point. A depthwise convolution with equal weights is the same average, and runs in float.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
+from sparsebit.deploy.onnx_graph.packages import ir, numpy
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
+from sparsebit.errors import DeploymentError
+
+
+def lay_out_pads_for_openvino(model: ir.Model) -> None:
+    """Both rewrites, in place."""
+    for node in list(model.graph):
+        if node.op_type == "Conv" and any(_ints(node, "pads")) and max(_ints(node, "strides"), default=1) > 1:
+            _widen(model, node)
+        is_counted = node.op_type == "AveragePool" and any(_ints(node, "count_include_pad"))
+        if is_counted and any(_ints(node, "pads")) and _has_zero_point(node.inputs[0]):
+            _convolve(model, node)
+
+
+def _widen(model: ir.Model, conv: ir.Node) -> None:
+    """1x1 -> 2x2 (1 -> 2 in one dimension), with zeros at the end and one row of padding more."""
+    weight = conv.inputs[1]
+    dequantize = producer(weight, DEQUANTIZE)
+    source = weight if dequantize is None else dequantize.inputs[0]
+    codes = stored(source)
+    if codes is None or source is None or weight is None or math.prod(codes.shape[2:]) != 1:
+        return
+    if dequantize is not None and "block_size" in dequantize.attributes:
+        raise DeploymentError(
+            f"{conv.name}: OpenVINO computes a 1x1 convolution with a stride and padding wrongly, and its weight, in "
+            "groups, cannot be rewritten; set a per-channel W.QSCHEME for it"
+        )
+    dims = codes.ndim - 2
+    zero = stored(dequantize.inputs[2]) if dequantize is not None and len(dequantize.inputs) > 2 else None
+    fill = numpy.zeros(1, codes.dtype) if zero is None else numpy.asarray(zero, codes.dtype)
+    wide = numpy.broadcast_to(fill.reshape(-1, 1, *[1] * dims), (*codes.shape[:2], *[2] * dims)).copy()
+    wide[(..., *[slice(0, 1)] * dims)] = codes
+    assert source.const_value is not None
+    value = stored_once(model, f"{source.name}/wide", wide, source.const_value.dtype)
+    if dequantize is None:
+        conv.replace_input_with(1, value)
+    else:
+        own = ir.node(DEQUANTIZE, [value, *dequantize.inputs[1:]], dequantize.attributes, name=f"{dequantize.name}/wide")
+        own.metadata_props.update(dequantize.metadata_props)
+        become(own.outputs[0], weight, f"{weight.name}/wide").shape = ir.Shape(wide.shape)
+        model.graph.insert_before(conv, own)
+        conv.replace_input_with(1, own.outputs[0])
+    pads = _ints(conv, "pads")
+    conv.attributes["pads"] = ir.AttrInt64s("pads", [*pads[:dims], *(pad + 1 for pad in pads[dims:])])
+    conv.attributes["kernel_shape"] = ir.AttrInt64s("kernel_shape", [2] * dims)
+    conv.attributes["dilations"] = ir.AttrInt64s("dilations", [1] * dims)
+
+
+def _convolve(model: ir.Model, pool: ir.Node) -> None:
+    """AveragePool -> a depthwise Conv in float, each of whose weights is 1 / (the size of the window)."""
+    x, kernel = pool.inputs[0], _ints(pool, "kernel_shape")
+    channels = x.shape[1] if x is not None and x.shape is not None else None
+    if any(_ints(pool, "ceil_mode")) or not isinstance(channels, int):
+        raise DeploymentError(
+            f"{pool.name}: OpenVINO pads the average of quantized numbers with a number that is not 0, and with "
+            "ceil_mode it cannot be rewritten; set ceil_mode=False or count_include_pad=False"
+        )
+    weight = numpy.full((channels, 1, *kernel), 1 / math.prod(kernel), numpy.float32)
+    kept = [pool.attributes[name] for name in ("kernel_shape", "strides", "pads", "dilations") if name in pool.attributes]
+    inputs = [x, stored_once(model, f"{pool.name}/weight", weight)]
+    attributes = [*kept, ir.AttrInt64("group", channels)]
+    put_instead(
+        model, pool, [ir.Node("", "Conv", inputs, attributes, name=pool.name, metadata_props=dict(pool.metadata_props))]
+    )
+
+
+def _has_zero_point(value: ir.Value | None) -> bool:
+    node = producer(value, DEQUANTIZE, *MOVES)
+    while node is not None and node.op_type in MOVES:
+        node = producer(node.inputs[0], DEQUANTIZE, *MOVES)
+    return node is not None and len(node.inputs) > 2 and bool(numpy.any(stored(node.inputs[2])))
+
+
+def _ints(node: ir.Node, name: str) -> list[int]:
+    attribute = node.attributes.get(name)
+    if attribute is None:
+        return []
+    return [attribute.as_int()] if attribute.type == ir.AttributeType.INT else [int(one) for one in attribute.as_ints()]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import DeploymentError
+from tests.deploy.exported_files import op_types
+from tests.quantization.tiny import calibrated, qconfig
+
+pytest.importorskip("openvino")
+IMAGES = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Strided(nn.Module):
+    """A 1x1 convolution with a stride and padding, behind an op of its own."""
+
+    def __init__(self, dims: int, padding: int) -> None:
+        super().__init__()
+        convolution = nn.Conv2d if dims == 2 else nn.Conv1d
+        self.first, self.second = convolution(4, 4, 3, padding=1), convolution(4, 5, 1, stride=2, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize(("dims", "padding"), [(2, 1), (2, 2), (1, 1)])
+@pytest.mark.parametrize("is_float", [False, True], ids=["quantized", "float"])
+def test_strided_convolutions_of_one_tap(dims: int, padding: int, is_float: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = IMAGES if dims == 2 else IMAGES[..., 0]
+    off = [{"second": ["QUANTIZER.DISABLE", True]}] if is_float else []
+    config = qconfig({"W.SPECIFIC": off, "A.SPECIFIC": off}, backend="openvino")
+    parity = calibrated(Strided(dims, padding), [x], config).export_onnx(x, tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.worst.sqnr_db > 80
+
+
+POOLS = [
+    nn.AvgPool2d(3, 2, 1),
+    nn.AvgPool2d((3, 2), (2, 3), (1, 1)),
+    nn.AvgPool2d(5, 1, 2),
+]
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+def test_averages_that_count_their_padding(pool: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), pool, nn.Conv2d(3, 2, 1))
+    qmodel = calibrated(model, [IMAGES], qconfig(backend="openvino"))
+    parity = qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", dynamic_axes={"input": {0: "batch"}}, check=[IMAGES])
+    assert parity is not None and parity.worst.sqnr_db > 80
+    assert "AveragePool" not in op_types(tmp_path / "m.onnx")
+
+
+def test_an_average_behind_a_relu_stays(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.ReLU(), nn.AvgPool2d(3, 2, 1))
+    qmodel = calibrated(model, [IMAGES], qconfig(backend="openvino"))
+    qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", check=[IMAGES])
+    assert op_types(tmp_path / "m.onnx")["AveragePool"] == 1
+
+
+def test_an_average_with_ceil_mode_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.AvgPool2d(3, 2, 1, ceil_mode=True))
+    qmodel = calibrated(model, [IMAGES], qconfig(backend="openvino"))
+    with pytest.raises(DeploymentError, match=r"set ceil_mode=False or count_include_pad=False"):
+        qmodel.export_onnx(IMAGES, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
