@@ -49,7 +49,9 @@ def _widen(model: ir.Model, conv: ir.Node) -> None:
     if dequantize is None:
         conv.replace_input_with(1, value)
     else:
-        own = ir.node(DEQUANTIZE, [value, *dequantize.inputs[1:]], dequantize.attributes, name=f"{dequantize.name}/wide")
+        own = ir.node(
+            DEQUANTIZE, [value, *dequantize.inputs[1:]], dequantize.attributes, name=f"{dequantize.name}/wide"
+        )
         own.metadata_props.update(dequantize.metadata_props)
         become(own.outputs[0], weight, f"{weight.name}/wide").shape = ir.Shape(wide.shape)
         model.graph.insert_before(conv, own)
@@ -70,7 +72,9 @@ def _convolve(model: ir.Model, pool: ir.Node) -> None:
             "ceil_mode it cannot be rewritten; set ceil_mode=False or count_include_pad=False"
         )
     weight = numpy.full((channels, 1, *kernel), 1 / math.prod(kernel), numpy.float32)
-    kept = [pool.attributes[name] for name in ("kernel_shape", "strides", "pads", "dilations") if name in pool.attributes]
+    kept = [
+        pool.attributes[name] for name in ("kernel_shape", "strides", "pads", "dilations") if name in pool.attributes
+    ]
     inputs = [x, stored_once(model, f"{pool.name}/weight", weight)]
     attributes = [*kept, ir.AttrInt64("group", channels)]
     put_instead(
