@@ -15,6 +15,7 @@ from sparsebit.deploy.sessions.session import File
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 _IDENTIFIER = b"TFL3"
+_MODEL = "QuantModel_"  # in the names of values that a layer of the model computes or stores
 
 
 class LiteRtSession(ProgramSession):
@@ -61,7 +62,7 @@ class LiteRtSession(ProgramSession):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a file. `name`: that of its result; `is_integer`: it reads and writes integers."""
+    """One operator of a file. `name`: that of a value of its layer; `is_integer`: it reads and writes integers."""
 
     op: str
     name: str
@@ -85,7 +86,10 @@ def operators(data: bytes) -> list[Operator]:
         is_integer = bool(kinds) and all(kind in ("int8", "int16") for kind in kinds)
         last = outputs[0] if outputs else {"name": "", "shape": ()}
         shape = tuple(int(size) for size in last["shape"])
-        found.append(Operator(one["op_name"], last["name"], shape, is_integer, "int8" in kinds[:2]))
+        # The result of the last layer is called like the output; its weight and its bias are called like the layer.
+        names = [last["name"], *(tensor["name"] for tensor in inputs[1:])]
+        name = next((one for one in names if _MODEL in one), last["name"])
+        found.append(Operator(one["op_name"], name, shape, is_integer, "int8" in kinds[:2]))
     return found
 
 

@@ -18,7 +18,7 @@ QMODEL = "sparsebit.quantization.model.quant_model.QuantModel_qmodel"
 
 
 class Joined(nn.Module):
-    """Two branches, a depthwise layer, a pool, an activation in float."""
+    """Two branches, a depthwise layer, activations in float."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +28,9 @@ class Joined(nn.Module):
         self.last = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu6(self.deep(F.relu(self.first(x)))), 2)
-        x = torch.cat([F.hardswish(x), F.silu(x)] if self.joins == "float" else [x, F.hardswish(x) * 3], 1)
+        y = F.relu(self.first(x))
+        z = F.relu6(self.deep(y))
+        x = torch.cat([F.hardswish(z), F.silu(z)] if self.joins == "float" else [y, z], 1)
         return self.last(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
