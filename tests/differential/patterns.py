@@ -48,6 +48,16 @@ def has_quantized_maximum(graph: Graph) -> bool:
     return any(_comes_from(graph, node, *ends) for node in _sites(graph))
 
 
+def has_clipped_norm(graph: Graph) -> bool:
+    """A norm, a Clip and a QuantizeLinear in a row."""
+    return any(
+        (clip := graph.producer.get(node.input[0])) is not None
+        and clip.op_type == "Clip"
+        and _comes_from(graph, clip, "LayerNormalization", "InstanceNormalization", "GroupNormalization")
+        for node in _sites(graph)
+    )
+
+
 def _comes_from(graph: Graph, node: Any, *ops: str) -> bool:
     """Whether one of the ops is before the node, without a quantizer or a value that is read twice between them."""
     before = graph.producer.get(node.input[0])

@@ -1,7 +1,7 @@
 """Why a runtime may differ from a file's definition: one row for each reason. A difference without a row is a fault.
 
-The definition is the file in float64. Steps are those of the grid of the site that differs; between sites and at outputs
-an error is relative to the largest number that was added up (`ExactFile.magnitude`).
+The definition is the file in float64. Steps are those of the grid of the site that differs; at outputs an
+error is relative to the largest number that was added up (`ExactFile.magnitude`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import inf
 from sparsebit.deploy.onnx_graph.qdq_graph import Graph
 from tests.differential.patterns import (
     has_16_bits,
+    has_clipped_norm,
     has_counted_padding,
     has_float_bias,
     has_quantized_maximum,
@@ -54,7 +55,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Unfit:
-    """`judge` is not asked about files that are `where`: it computes something else, as a test of a small file shows."""
+    """`judge` is not asked about files that are `where`: it computes something else (`their_faults.py`)."""
 
     judge: str
     where: Callable[[Graph], bool]
@@ -93,11 +94,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "onnxruntime",
         r"Type 'tensor\(u?int[24]\)' of input parameter .* of operator \(QLinear",
-        "it fuses 2- and 4-bit weights into kernels that take 8 bits; with these weights and quantized activations only "
-        "files for `virtual` exist, and their export warns",
+        "it fuses 2- and 4-bit weights into kernels that take 8 bits; with these weights and quantized activations "
+        "only files for `virtual` exist, and their export warns",
     ),
     Refusal("openvino", "Unsupported data type U?INT2", "it has no 2-bit integers"),
     Refusal("openvino", r"Unsupported padding mode: \[wrap\]", "it has no circular padding"),
+    Refusal("openvino", "Kernel after dilation has size", "it takes no window that is larger than its input"),
+    Refusal("openvino", "No suitable implementations", "it has no kernel for some linear layers with one input"),
     Refusal("openvino", "Layout rank can't be larger than tensor rank", "two linear layers with one output each"),
     Refusal("reference", "cannot reshape array of size", "its transposed convolution has no groups"),
     Refusal("reference", "could not broadcast input array", "its transposed convolution takes other strides per axis"),
@@ -107,6 +110,7 @@ UNFIT: tuple[Unfit, ...] = (
     Unfit("openvino", has_strided_padding, "it drops the padding of a 1x1 convolution with a stride"),
     Unfit("openvino", has_counted_padding, "it pads the codes of a quantized average with 0"),
     Unfit("openvino", has_quantized_maximum, "it rounds a maximum or minimum to whole numbers before it quantizes it"),
+    Unfit("openvino", has_clipped_norm, "it fuses a Clip and a quantizer into a norm, and computes something else"),
 )
 
 

@@ -6,6 +6,7 @@
   point. A depthwise convolution with equal weights is the same average, and runs in float.
 - It fuses a quantizer into the ReduceMax or ReduceMin before it, and then rounds the float numbers to whole ones first.
   A value that is read twice is not fused.
+- It fuses a Clip and a quantizer into the norm before them, and then computes something else; the same remedy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
 from sparsebit.errors import DeploymentError
 
+_NORMS = ("LayerNormalization", "InstanceNormalization", "GroupNormalization")
+
 
 def lay_out_for_openvino(model: ir.Model) -> None:
     """All rewrites, in place."""
@@ -29,6 +32,8 @@ def lay_out_for_openvino(model: ir.Model) -> None:
             _convolve(model, node)
         if node.op_type in ("ReduceMax", "ReduceMin", "GlobalMaxPool") and node.outputs[0].uses():
             _read_twice(model, node)
+        if node.op_type == "Clip" and (norm := _norm_before(node)) is not None:
+            _read_twice(model, norm)
 
 
 def _widen(model: ir.Model, conv: ir.Node) -> None:
@@ -92,6 +97,15 @@ def _read_twice(model: ir.Model, node: ir.Node) -> None:
     kept.metadata_props.update(node.metadata_props)
     become(kept.outputs[0], value, f"{value.name}/alone")
     put_instead(model, node, [kept, ir.node("Max", [kept.outputs[0]] * 2, name=f"{node.name}/twice")])
+
+
+def _norm_before(node: ir.Node) -> ir.Node | None:
+    """The last op of a norm, if only ops of the norm itself are before this node."""
+    last = before = producer(node.inputs[0])
+    while before is not None and before.op_type in (*MOVES, "Mul", "Add"):
+        before = producer(before.inputs[0])
+    is_norm = before is not None and before.op_type in _NORMS
+    return last if is_norm and last is not None and last.op_type != "Max" else None
 
 
 def _has_zero_point(value: ir.Value | None) -> bool:

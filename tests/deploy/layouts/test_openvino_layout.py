@@ -63,6 +63,17 @@ def test_a_maximum_at_the_end(tmp_path: Path) -> None:
     assert parity is not None and parity.worst.sqnr_db > 80
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
+def test_norms_that_are_clipped(norm: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        norm.weight.uniform_(0.3, 1.7)  # type: ignore[operator]
+    model = nn.Sequential(norm, nn.Hardtanh(-0.7, 0.9), nn.Conv2d(4, 3, 1)).eval()
+    qmodel = calibrated(model, [IMAGES], qconfig(backend="openvino"))
+    parity = qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", check=[IMAGES])
+    assert parity is not None and parity.worst.sqnr_db > 80
+
+
 POOLS = [
     nn.AvgPool2d(3, 2, 1),
     nn.AvgPool2d((3, 2), (2, 3), (1, 1)),
