@@ -84,7 +84,7 @@ def operators(data: bytes) -> list[Operator]:
         kinds = [tensor["dtype"].__name__ for tensor in (*inputs[:2], *outputs)]
         kinds = [kind for kind in kinds if kind != "int32"]
         is_integer = bool(kinds) and all(kind in ("int8", "int16") for kind in kinds)
-        last = outputs[0] if outputs else {"name": "", "shape": ()}
+        last: Any = outputs[0] if outputs else {"name": "", "shape": ()}
         shape = tuple(int(size) for size in last["shape"])
         # The result of the last layer is called like the output; its weight and its bias are called like the layer.
         names = [last["name"], *(tensor["name"] for tensor in inputs[1:])]

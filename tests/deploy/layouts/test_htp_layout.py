@@ -106,3 +106,14 @@ def test_open_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match=r"dynamic_axes of x: files for qnn have fixed sizes"):
         qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", dynamic_axes={"x": {0: "batch"}})
     assert not list(tmp_path.iterdir())
+
+
+def test_kernels_of_4_bits_are_stored_in_8(tmp_path: Path) -> None:
+    config = qconfig({"W.QUANTIZER.BIT": 4}, backend="qnn")
+    qmodel = calibrated(Residual().eval(), [IMAGES], config)
+    qmodel.export_onnx(IMAGES, tmp_path / "m.onnx")
+    file = onnx.load(tmp_path / "m.onnx")
+    stored = [value for value in file.graph.initializer if value.name.endswith("weight/codes")]
+    kinds = {tuple(value.dims): value.data_type for value in stored}
+    assert {len(shape): onnx.TensorProto.DataType.Name(kind) for shape, kind in kinds.items()} == {4: "INT8", 2: "INT4"}
+    assert max(differences(qmodel, tmp_path / "m.onnx", IMAGES).values()) <= EXACT
