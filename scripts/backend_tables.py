@@ -184,9 +184,10 @@ def main() -> int:
         },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt")},
-        "guides/executorch": {"profile": one_profile("executorch")},
-        "guides/aot-inductor": {"profile": one_profile("aot_inductor")},
+        **{
+            f"guides/{name.replace('_', '-')}": {"profile": one_profile(name)}
+            for name in ("openvino", "tensorrt", "qnn", "executorch", "aot_inductor", "litert", "coreml")
+        },
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint import auto_round, awq, compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_config
 from sparsebit.llm.layers.float_weight import Weight
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.models.architectures import is_linear
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.model_folder import Shards
@@ -51,6 +52,22 @@ class PackedSource:
         tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
+    def input_rounding(self, layer: str) -> InputRounding | None:
+        """How the inputs of the layer are rounded, if the config of the folder says so."""
+        if self.formats[layer].inputs is None:
+            return None
+        tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
+        return compressed_tensors.input_rounding(tensors, self.file_name(layer), self.formats[layer])
+
+    def need_float_inputs(self) -> None:
+        """Raise for layers that round their inputs, which a folder of packed weights alone would not do."""
+        found = next((name for name, layer in self.formats.items() if layer.inputs is not None), None)
+        if found is not None:
+            raise DeploymentError(
+                f"{self.skeleton.folder.path}: {found} rounds its inputs ({self.formats[found].inputs}); files of "
+                "weights alone would compute something else: load, eval and generate run this folder as it is"
+            )
+
     @torch.no_grad()
     def rewrite(
         self,
@@ -66,6 +83,7 @@ class PackedSource:
         `layer_tensors(layer)`: the new tensors of a packed layer. `changed(key, value)`: the new value of others.
         `dropped`: tensors that the new folder does not have.
         """
+        self.need_float_inputs()
         folder = self.skeleton.folder
         target.mkdir(parents=True)
         copy_small_files(folder.path, target)

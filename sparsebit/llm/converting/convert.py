@@ -182,6 +182,7 @@ def _convert(
 def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | None, *, check: bool) -> None:
     """Refuse a model that the format cannot hold, or a result that could not be checked."""
     path, formats = skeleton.folder.path, source.formats.values()
+    source.need_float_inputs()
     if not source.formats and mix is None:
         raise ConfigError(
             f"{path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF file of type "

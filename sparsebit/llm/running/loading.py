@@ -127,7 +127,14 @@ def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | Flo
         shapes = f"the packed weight of {name} has the shape {found}, and the architecture wants {wanted}"
         raise CheckpointError(f"{source.skeleton.folder.path}: {shapes}")
     bias = None if plain.bias is None else source.skeleton.read(f"{name}.bias", plain.bias)
-    return FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
+    rounding = source.input_rounding(name)
+    if isinstance(weight, FloatWeight):
+        layer: QuantLinear | FloatLinear = FloatLinear(weight, bias, rounds_inputs=rounding is None)
+    else:
+        layer = QuantLinear(weight, bias)
+    if rounding is not None:
+        layer.register_forward_pre_hook(rounding)
+    return layer
 
 
 def load_generation_config(model: Any, folder: Path) -> None:
