@@ -153,17 +153,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
         )
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
-    if state := state_between_calls(qmodel, (args, kwargs)):
-        warnings.warn(
-            f"export_onnx: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
-            "nothing between calls: it computes each of them from the state that the model has now",
-            stacklevel=users_level(),
-        )
-    if missing := [step.name for step in qmodel.config.ALGORITHMS if step.name not in qmodel.applied_algorithms]:
-        text = (
-            f"export_onnx: ALGORITHMS were not run on this model ({', '.join(missing)}); call apply_algorithms() before"
-        )
-        warnings.warn(text, stacklevel=users_level())
+    warn_of_differences(qmodel, (args, kwargs), "export_onnx")
     opset = _opset(qmodel, options.opset_version, profile)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         options = replace(options, opset_version=max(opset, LOWEST_WRITTEN))
@@ -263,6 +253,19 @@ def _opset_of(quantizer: Quantizer, weight_widths: frozenset[int]) -> int:
 
 
 # --- a state between calls, for which a file has no place
+
+
+def warn_of_differences(qmodel: SimulatedModel, call: Call, verb: str) -> None:
+    """Warn of a state between calls, and of algorithms that the config names and that were not run."""
+    if state := state_between_calls(qmodel, call):
+        warnings.warn(
+            f"{verb}: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
+            "nothing between calls: it computes each of them from the state that the model has now",
+            stacklevel=users_level(),
+        )
+    if missing := [step.name for step in qmodel.config.ALGORITHMS if step.name not in qmodel.applied_algorithms]:
+        text = f"{verb}: ALGORITHMS were not run on this model ({', '.join(missing)}); call apply_algorithms() before"
+        warnings.warn(text, stacklevel=users_level())
 
 
 def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.deploy.programs.flat_program import FlatProgram, flat_program
@@ -19,7 +21,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.folders import unwritable
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched, switched_on
-from sparsebit.quantization.exporting.export import export_call, export_onnx
+from sparsebit.quantization.exporting.export import export_call, export_onnx, warn_of_differences
 from sparsebit.quantization.exporting.export_checks import NUM_SAMPLES, feeds_of, file_calls, simulated
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel
@@ -80,6 +82,17 @@ def checked_target(path: Path, backend: str) -> ProgramTarget | None:
     raise DeploymentError(f"{path}: the file of BACKEND: {backend} ends in {wanted}; write {path.with_suffix(wanted)}")
 
 
+def _require_float32(qmodel: SimulatedModel) -> None:
+    """Raise for a model of another float type: the integer kernels of these runtimes take and make float32."""
+    kinds = {p.dtype for p in qmodel.parameters() if p.is_floating_point()} - {torch.float32}
+    if kinds:
+        kind = str(sorted(map(str, kinds))[0]).removeprefix("torch.")
+        raise DeploymentError(
+            f"export: the model computes in {kind}, for which {qmodel.config.BACKEND} has no integer kernels; call "
+            "qmodel.float() first, and give float32 inputs"
+        )
+
+
 def require_to_run(target: ProgramTarget) -> None:
     """Raise, before any work, if files of the target cannot be run on this machine."""
     if PROFILES[target.name].executes is None:
@@ -95,6 +108,8 @@ def build_program(
 ) -> FlatProgram:
     """The program that a target's file is made of."""
     args, kwargs = export_call(qmodel, dummy_data)
+    _require_float32(qmodel)
+    warn_of_differences(qmodel, (args, kwargs), "export")
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         return flat_program(qmodel, args, kwargs, inspect.signature(qmodel.original.forward), target, axes)
 

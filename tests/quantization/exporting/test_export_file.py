@@ -90,6 +90,24 @@ def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
         quantized("executorch").export(tmp_path / "none" / "m.pte", ROWS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_float_types(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel = quantized("executorch").to(dtype)
+    changed = _with(TARGETS["executorch"], modules=())
+    monkeypatch.setattr(export_file, "TARGETS", {"executorch": changed})
+    with pytest.raises(DeploymentError, match=r"computes in (float64|bfloat16), .*executorch.*qmodel\.float\(\)"):
+        export(qmodel, tmp_path / "m.pte", ROWS.to(dtype))
+    assert not list(tmp_path.iterdir())
+
+
+def test_algorithms_that_were_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel = calibrated(TwoLayers().eval(), [ROWS], qconfig({"ALGORITHMS": ["gptq"]}, backend="executorch"))
+    changed = _with(TARGETS["executorch"], modules=(), write=lambda _, __, path: path.write_text("program"))
+    monkeypatch.setattr(export_file, "TARGETS", {"executorch": changed})
+    with pytest.warns(UserWarning, match="export: ALGORITHMS were not run on this model"):
+        export(qmodel, tmp_path / "m.pte", ROWS)
+
+
 def _with(target: Any, **changes: Any) -> Any:
     from dataclasses import replace
 
