@@ -25,4 +25,9 @@ python=${PYTHON:-python3}
 [ -x .venv/bin/pip ] || "$python" -m venv --clear .venv
 echo "Setting up .venv ($profile): PyTorch and a few packages, a minute or two ..." >&2
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+if [ "$profile" = dev ]; then
+  # ExecuTorch without its own requirements: it names pandas, coremltools, hydra and others, which writing and running files does not need.
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+    executorch flatbuffers ruamel.yaml tabulate torchao
+fi
 echo "$fingerprint" > ".venv/.ready-$profile"

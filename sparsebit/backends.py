@@ -101,5 +101,45 @@ BACKENDS: dict[str, Backend] = {
             group_bits=frozenset({4}),
             whole_groups=True,
         ),
+        Backend(
+            "qnn",
+            weight=_rules({4, 8}, {"tensor", "channel"}, {True}, "qnn runs 4- or 8-bit symmetric weights, no groups"),
+            activation=_rules({8, 16}, {"tensor"}, _BOTH, "qnn runs 8- or 16-bit per-tensor activations"),
+            weight_only=_rules(
+                set(), {"tensor", "channel"}, {True}, "qnn runs no integer weights with float activations"
+            ),
+        ),
+        Backend(
+            "aot_inductor",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "aot_inductor runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "aot_inductor runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "aot_inductor runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
+            "executorch",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "executorch runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "executorch runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
+            "litert",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "litert runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "litert runs 8-bit symmetric weights with float activations"
+            ),
+        ),
+        Backend(
+            "coreml",
+            weight=_rules({8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights"),
+            activation=_rules({8}, {"tensor"}, _BOTH, "coreml runs 8-bit per-tensor activations"),
+            weight_only=_rules(
+                {8}, {"tensor", "channel"}, {True}, "coreml runs 8-bit symmetric weights with float activations"
+            ),
+        ),
     )
 }

@@ -134,7 +134,7 @@ def _packages_of(extra: str) -> set[str]:
 
 
 def users_level() -> int:
-    """How far up the stack, from the function that asks, the first caller outside this package is."""
+    """The `stacklevel` of a warning from here that names the first caller outside of this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -142,4 +142,4 @@ def users_level() -> int:
 
 
 def _is_passed(name: str) -> bool:
-    return name.startswith("sparsebit.") or name == "contextlib"  # whose decorators stand in between
+    return name.startswith("sparsebit.") or name == "contextlib"  # its decorators add frames

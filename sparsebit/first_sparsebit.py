@@ -1,7 +1,9 @@
-"""Import paths of the first Sparsebit (2022-2023): each name leads to today's, or to an error that shows today's line.
+"""Import paths of the first Sparsebit (2022-2023): each name leads to its present place, or to an error that names it.
 
-`FORMER` is the whole table. A value "module:name" is the name's present place; any other text is the line that
-replaces it. `add_former_modules` makes the modules that no longer exist, and adds the lost names to those that do.
+`FORMER` is the whole table: former module -> name -> value. A value "module:name" is the present place of the name;
+"op:row" is a class for `isinstance`; any other text is the line of code that replaces the name. `add_former_modules`
+creates the modules that no longer exist, and adds the lost names to those that do; homes call it at the end of their
+`__init__`. Nothing is imported until a former name is used.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _CONFIG = "a config is frozen: config = config.replace('W.QUANTIZER.BIT', 4)"
 _DEFAULTS = "parse_qconfig and parse_sconfig fill in the defaults, and docs/reference/config.md lists them"
 _TREE = "torch.utils._pytree.tree_map(lambda t: t.cpu(), x), or t.to(device), t.detach()"
 
-# Ops that still have their own quantizers: today one class QuantOpr wraps them all, and `.op` is the original.
+# Former layer classes: today one class QuantOpr wraps the original op, which is its attribute `op`.
 _OPS: dict[str, dict[str, str]] = {
     "activations": {
         "QReLU": "relu",
@@ -222,7 +224,7 @@ def add_former_modules(home: str) -> None:
 
 
 def former_names(path: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` by the table: today's object, or an ImportError with the line that replaces the name."""
+    """A module's `__getattr__`: returns the present object, or raises an ImportError that names the replacement."""
 
     def attribute(name: str) -> Any:
         today = FORMER[path].get(name)

@@ -1,7 +1,9 @@
 """Staging folders next to a target, in which a result is completed before it replaces the target; file locks.
 
-A folder in use is locked (`flock`). The system releases the lock when its process ends, even by SIGKILL, so the next
-run recognises the folders of killed runs and removes them.
+Invariant: a target is at every moment the old result, the new result, or absent, never half of one, also after a full
+disk, an exception or SIGKILL. So everything is written into a hidden folder on the same file system, flushed, and put
+in place by one rename. A folder in use is locked (`flock`); the system releases the lock when its process ends, even by
+SIGKILL, so the next run recognises the folders of killed runs and removes them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # linux/fcntl.h, li
 def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -> Iterator[Path]:
     """An empty hidden folder next to `target` (or `inside` it), which is removed when the block ends.
 
-    Next to it is usually the same file system, so that a rename is one step. Folders of killed runs are removed first.
+    It is next to the target because a rename is atomic only within a file system. Folders of killed runs are removed.
     Missing parent folders are created, and removed again if nothing was put into them. `alone`: a target
     that another process is currently writing is an error.
     """
@@ -85,9 +87,9 @@ def put_in_place(made: Path, target: Path) -> None:
             if number not in (errno.EEXIST, errno.EINVAL, errno.ENOSYS):
                 raise OSError(number, os.strerror(number), str(target))
         if os.path.lexists(target):
-            made_by = "was made by something else while this run went on: it is kept, and the result of this run is not"
-            raise ConfigError(f"output {target} {made_by}; choose another output")
-        os.rename(made, target)  # a file system that cannot do both in one step
+            why = "was created by something else during this run; that is kept, and the result of this run is not"
+            raise ConfigError(f"output {target} {why}; choose another output")
+        os.rename(made, target)  # the file system has no rename that fails if the target exists
 
 
 def unwritable(path: Path, example: str) -> str:
@@ -142,10 +144,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk.
+    """Write a file, or the names in a folder, through to the disk.
 
-    A file that cannot be written is an error. Names are not: some file systems cannot flush them, and the result
-    exists under its name anyway.
+    An error is raised for a file, and ignored for a folder: some file systems cannot flush folders, and the result
+    already has its name.
     """
     with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
         number = os.open(path, os.O_RDONLY)
@@ -157,10 +159,10 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already, or `wait`.
+    """Inside, no other process can enter for the same folder: BlockingIOError if one is inside, unless `wait` is set.
 
-    When a process ends, even by a kill, the folder is free again. Yields whether it is locked: on a system without file
-    locks nothing is checked.
+    When a process ends, even by a kill, the folder is free again. Yields whether there is a lock: on a system without
+    file locks nothing is checked.
     """
     lock = _lock(folder, wait=wait)
     try:
@@ -197,7 +199,7 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
             return folder, lock
         if lock is not None:
             os.close(lock)
-    raise OSError(f"{parent}: folders made there vanish at once")
+    raise OSError(f"{parent}: folders that are created there disappear at once")
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:

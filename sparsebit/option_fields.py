@@ -45,14 +45,14 @@ class Option:
         )
 
     def allowed(self) -> str:
-        """The allowed values, as part of an error."""
+        """The allowed values, for an error."""
         if self.choices:
             return ", ".join(map(str, self.choices))
         low = f"more than {self.above:g}" if self.least is None else f"{self.least:g}"
         if self.most is not None:
             words = f"{low} to {self.most:g}"
         elif self.below is not None and self.below < float("inf"):
-            words = f"{low} to below {self.below:g}"
+            words = f"{low} to less than {self.below:g}"
         else:
             words = low if self.least is None else f"{low} or more"
         return f"{words}; {self.usual}" if self.usual else words

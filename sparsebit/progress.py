@@ -1,7 +1,8 @@
-"""Progress of long work: a bar on a terminal, plain lines if the output is a file or a pipe.
+"""Progress of long work: a bar on a terminal, plain lines if the output is a file or a pipe; time limits of loops.
 
 Library code wraps loops in `track` and uncounted work in `phase`; `heartbeat`, which the CLI opens, prints a line at
-least once a minute. Bars are shown by rich; the lines are our own, since rich prints nothing useful into a log file.
+least once a minute. Bars are shown by rich; the lines are our own, because rich prints nothing useful into a log file.
+Since every long loop passes `track`, that is also where a `time_limit` ends it (`OutOfTime`, between two items).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Seconds. A finished item prints a line if the last line and its work are at least `LEAST` old; `heartbeat` prints one
-# if the last line is `MOST` old, so that short work prints nothing and long work is never silent.
+# Seconds. A finished item prints a line if the last line, and the start of its work, are at least `LEAST` ago;
+# `heartbeat` prints one if the last line is `MOST` ago. So short work prints nothing, and long work is never silent.
 LEAST, MOST = 10.0, 60.0
-_RECENT = 16  # items whose mean time predicts the remaining time; finished blocks of a resumed run take none
+# The mean time of the last 16 items predicts the rest. Not of all items: a resumed run skips finished ones in no time.
+_RECENT = 16
 
 _quiet = False
 _notes: list[Callable[[str], None]] = []  # one for each visible bar, the innermost last
@@ -83,7 +85,8 @@ class _Lines:
         self.works: list[_Work] = []
         self.started: float | None = None  # of the heartbeat
         self.printed = 0.0
-        # The heartbeat has a separate thread. Reentrant: a garbage collection inside may end a generator of `track`.
+        # The heartbeat has a thread of its own. The lock is reentrant, because a garbage collection while it is held
+        # may end an abandoned generator of `track`, which takes it again.
         self.lock = threading.RLock()
 
     @contextlib.contextmanager

@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         return file
 
     def canonical(self, name: str) -> str:
-        """The canonical spelling of `name`: lower case, aliases resolved; an unknown one raises"""
+        """The canonical spelling of `name`: lower case, aliases resolved; raises for an unknown one."""
         key = self._aliases.get(name.lower(), name.lower())
         if key not in self._entries:
             near = difflib.get_close_matches(key, [*self._entries, *self._aliases], n=3)

@@ -122,7 +122,7 @@ class TestPutInPlace:
         else:
             made.write_text("new")
             target.write_text("old") if kind == "file" else target.symlink_to("nowhere")
-        with pytest.raises(ConfigError, match="target was made by something else while this run went on: it is kept"):
+        with pytest.raises(ConfigError, match="target was created by something else during this run; that is kept"):
             put_in_place(made, target)
         assert made.exists() and (kind != "file" or target.read_text() == "old")
 

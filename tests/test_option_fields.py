@@ -27,7 +27,7 @@ class Oven:
     [
         ({"heat": 49}, "heat=49: allowed: 50 to 250"),
         ({"heat": 251}, "heat=251: allowed: 50 to 250"),
-        ({"share": 1.0}, "share=1.0: allowed: 0 to below 1; a half is usual"),
+        ({"share": 1.0}, "share=1.0: allowed: 0 to less than 1; a half is usual"),
         ({"share": float("nan")}, "share=nan: allowed"),
         ({"rate": 0.0}, "rate=0.0: allowed: more than 0"),
         ({"mode": "boil"}, "mode='boil': allowed: fan, grill"),

@@ -57,7 +57,7 @@ class Verbs(TyperGroup):
             raise typer.Exit(1) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """One screen: the verbs grouped by job, one line each."""
+        """The help on one screen: the verbs grouped by job, one line each."""
         lines = ["Usage: sparsebit VERB [OPTIONS]", "", str(self.help), ""]
         for job, names in JOBS.items():
             lines.append(typer.style(job, bold=True))
@@ -70,7 +70,7 @@ class Verbs(TyperGroup):
         try:
             with _ending_cleanly(), _output_written():
                 return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):  # `--help` of a verb: both are RuntimeErrors, and neither is a fault
+        except (typer.Exit, typer.Abort):  # from `--help` of a verb; both are RuntimeErrors but not errors here
             raise
         except KeyboardInterrupt as stop:
             _print("interrupted", "nothing was left half-written")
@@ -99,7 +99,7 @@ app.add_typer(llm.app, name="llm")
 
 
 def _add(where: typer.Typer, words: str, kind: type) -> None:
-    """Add a verb, whose help is the docstring of its options. The work is imported when it runs."""
+    """Add a verb, whose help is the docstring of its options. Its module loads torch, so the verb's run imports it."""
 
     def run(asked: Any) -> None:
         with working(asked.said, words) as to:

@@ -1,4 +1,4 @@
-"""Options as frozen dataclasses, one for each verb; `grouped` makes typer's options and their help from them.
+"""The command line's options as frozen dataclasses, one for each verb; `grouped` makes typer's options from them.
 
 A verb is a function of one dataclass:
 
@@ -107,12 +107,12 @@ class DataOptions:
     )  # fmt: skip
 
     def refuse(self, names: Iterable[str], source: str) -> None:
-        """A usage error for options that do not apply to this kind of data: no option is ignored silently."""
+        """Raise a usage error for options that do not apply to this kind of data: no option is ignored silently."""
         given = ", ".join(typed(self, names))
         options.refuse({f"{given} cannot be used with {source}": given})
 
     def refuse_without_data(self) -> None:
-        """A usage error for options that describe data if no data is given."""
+        """Raise a usage error for options that describe data if no data is given."""
         self.refuse(("size", "resize", "mean", "std", "gray", "batch_size", "arrays"), "no --data")
 
 

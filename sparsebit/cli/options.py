@@ -14,7 +14,7 @@ LARGEST_SIDE = 16_384  # pixels
 
 
 def refuse(faults: Mapping[str, object], option: str | None = None) -> None:
-    """A usage error for the first text whose condition holds. `option`: the option that it is about."""
+    """Raise a usage error for the first text whose condition holds. `option`: the option that it is about."""
     for text, holds in faults.items():
         if holds:
             raise typer.BadParameter(text, param_hint=option)

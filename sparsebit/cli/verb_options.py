@@ -1,4 +1,8 @@
-"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`."""
+"""The options of each verb: one frozen dataclass, whose docstring is the text of `sparsebit VERB --help`.
+
+Groups that several verbs share are in `option_groups.py`. Fields become options in their order; those in
+`common` come first, without a heading. Importing this file must not load torch: `--help` would take seconds.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +66,11 @@ class QuantizeOptions:
 
     net: TrainedModel
     data: str | None = data_option(None, " Not needed for -c weights-only.")
-    config: str = config_option("onnxruntime")
+    config: str | None = config_option(None, " (the backend of the file's ending; onnxruntime)")
     output: list[Path] = option(
-        ..., "A folder to load in Python, or a file for the runtime; twice for both.", "DIR|FILE.onnx", short="-o"
-    )
+        ..., "A folder to load in Python, or a file for the runtime (.onnx, .pte, .pt2); twice for both.", "DIR|FILE",
+        short="-o",
+    )  # fmt: skip
     effort: str | None = option(
         None, "Add GPTQ (good: 5 times as long) or reconstruction too (best: minutes).", "fast|good|best"
     )
@@ -99,7 +104,7 @@ class CompressOptions:
     net: TrainedModel
     data: str = data_option()
     output: Path = option(..., "The folder of the run: the best file, records, all candidates.", "DIR", short="-o")
-    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt or virtual.", "BACKEND", short="-t")
+    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt, qnn or virtual.", "BACKEND", short="-t")
     max_loss: float | None = option(
         None, "The accuracy that may be lost, in points (default: 1, if there is no --budget).", "POINTS", min=0
     )
@@ -296,7 +301,7 @@ class CheckOptions:
     against: Path | None = option(None, "Compare with this float file.", "FLOAT.onnx")
     quantized: Path | None = option(None, "With --model: compare with this folder that quantize saved.", "DIR")
     runtime: str | None = option(
-        None, "onnxruntime or openvino (default: the one the file was exported for).", "NAME", short="-r"
+        None, "onnxruntime, openvino or qnn (default: the one the file was exported for).", "NAME", short="-r"
     )
     net: SourceModel = SourceModel()
     limits: Limits = Limits()
@@ -326,7 +331,7 @@ class AuditOptions:
 
     file: Path = argument(..., "The quantized file, of any tool.", "MODEL.onnx")
     against: Path | None = option(None, "The float file (default: this file without quantization).", "FLOAT.onnx")
-    runtime: str = option("onnxruntime", "onnxruntime or openvino.", "NAME", short="-r")
+    runtime: str = option("onnxruntime", "onnxruntime, openvino or qnn.", "NAME", short="-r")
     shape: list[InputShape] | None = option(
         None, "The shape of an input with open dimensions; may be repeated.", "NAME=NxCxHxW", parser=read_shape
     )

@@ -1,4 +1,12 @@
-"""`compress`: the best file under a goal, found by climbing a ladder of methods within a time budget."""
+"""`compress`: the best file under a goal, found by climbing a ladder of methods within a time budget.
+
+A *rung* proposes candidates, a *trial* makes and measures one, a *judge* compares it with the float model, and the
+`Search` (`climbing/search.py`) chooses. Everything is kept in one folder. This file connects the parts for networks;
+`language/compress_folder.py` does so for language models, which are given as a folder.
+
+Invariant: the same call with the same folder continues; `_identity` decides whether a call is the same, so everything
+that changes the result must be in it. The user's model is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +41,7 @@ from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
@@ -113,8 +122,9 @@ def _run(
     show: Callable[[Ladder], None],
 ) -> Result:
     float_file = run.path / "float.onnx"
-    with staged(float_file) as path:  # put in place only if the folder holds no other run
-        example = replace(example, axes=write_float(model, example, path))
+    with staged(float_file) as path:  # `run.read` raises if the folder holds another run; its float file then stays
+        axes = write_float(model, example, path)
+        example = replace(example, axes=axes if PROFILES[goal.target].open_sizes else None)
         identity = _identity(model, samples, goal, rungs, f"{graph_digest(path)} {fingerprint(metric)}")
         ladder = run.read(identity, goal.minutes, BEST) or empty_ladder(identity, goal)
     stopwatch = stopwatch_for(goal, example, model)

@@ -12,7 +12,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.registry import ALGORITHMS
 
 KEY = "ALGORITHMS"
-# It folds batch norms into the layers, so that later algorithms cannot compare with the float model.
+# Must be the last algorithm: it folds batch norms, so that later ones could not compare with the float model.
 BATCHNORM_TUNING = "batchnorm_tuning"
 _FORM = "[gptq, {reconstruct: {STEPS: 500}}]"
 

@@ -2,7 +2,8 @@
 
 pydantic validates the models; `faults_of` translates its errors into `Fault` values, validators of our own raise
 `Faults`, and `error` joins them in the order of the file. `all_faults` removes wrong keys and validates again, because
-pydantic checks rules between keys only once every single key is right.
+pydantic checks rules between keys only once every single key is right. So a user sees all faults of a file at once,
+each with the key as written, the allowed values, and the nearest existing name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Descriptions of config keys: allowed values, all keys of a model, and the key nearest to a misspelt one.
 
 Everything is read from pydantic's fields and their `Annotated` marks, so that errors, the generated reference and the
-CLI describe a key alike. `OneOf` marks a text that is one of some names, `Allowed` a key whose type is not specific.
+CLI describe a key in the same words. `OneOf` marks a text that must be one of some names, `Allowed` describes the
+values of a key whose type does not say enough.
 """
 
 from __future__ import annotations

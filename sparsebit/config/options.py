@@ -1,4 +1,8 @@
-"""Sections of options: each class that was registered with options adds a section next to `TYPE`."""
+"""Sections of options: each class that was registered with options adds a section next to `TYPE`.
+
+Observers and quantizers can be registered at any time, but a pydantic model has fixed fields. So `WithOptions` makes a
+subclass with the current options as fields (`complete`), once for each set of registered classes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class WithOptions(Section):
     a subclass (`complete`), which is created once for each set of them.
     """
 
-    # Lower case: no section of options has such a name.
+    # These names are lower case, so that they cannot collide with sections of options.
     registry: ClassVar[Registry[object]]
     target: ClassVar[str] = ""
     is_complete: ClassVar[bool] = False

@@ -19,7 +19,7 @@ from sparsebit.errors import ConfigError
 KeyPath = tuple[str, ...]
 Source = Union[str, "os.PathLike[str]", Mapping[str, Any]]
 
-# Far above the size of real configs; a hostile file (huge, or with multiplying aliases) must not use up the memory.
+# Far above the size of real configs. A hostile file (huge, or with aliases that multiply) must not exhaust memory.
 MAX_BYTES = 1 << 18
 MAX_NODES = 100_000
 

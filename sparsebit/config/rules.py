@@ -1,4 +1,8 @@
-"""The rules between keys: bits are given, the quantizer fits, the backend runs the format, BN tuning can work."""
+"""`broken_rules`: the rules between keys of one tensor's config.
+
+Bits are given, the quantizer fits the tensor, the number format fits the quantizer, the backend runs the format, and
+batch-norm tuning has per-channel weights. Used for configs (`schema.py`) and for changed plans (`planning/sites.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def broken_rules(
     yield from _backend(kind, tensor, backend, weight_only)
     if kind == "W" and bn_tuning is not None and tensor.granularity != "channel":
         scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
-        reason = f"BN tuning wants per-channel weights; set {scheme}, or {bn_tuning}"
+        reason = f"BN tuning needs per-channel weights; set {scheme}, or {bn_tuning}"
         yield _fault(kind, "QSCHEME", tensor.QSCHEME, reason)
 
 
@@ -104,9 +108,7 @@ def _backend(kind: Kind, tensor: TensorConfig, backend: str, weight_only: bool) 
     if bit and bit not in rules.bits:
         alone = kind == "W" and bit in runs.weight_only.bits
         more = ", or A.QUANTIZER.DISABLE: true to quantize weights only" if alone else ""
-        yield _fault(
-            kind, "QUANTIZER.BIT", bit, f"{rules.advice}; set {_either(sorted(rules.bits))}{more}, or {_ESCAPE}"
-        )
+        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; {_allowed_bits(rules)}{more}, or {_ESCAPE}")
     if scheme not in schemes(rules):
         yield _fault(kind, "QSCHEME", scheme, f"{rules.advice}; set {_either(schemes(rules))}, or {_ESCAPE}")
 
@@ -118,3 +120,8 @@ def _fault(kind: Kind, key: str, value: object, reason: str) -> Fault:
 def _either(choices: Iterable[object]) -> str:
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _allowed_bits(rules: NumberRules) -> str:
+    """`set 4 or 8`; where no width is allowed, the other way out."""
+    return f"set {_either(sorted(rules.bits))}" if rules.bits else "set W.QUANTIZER.DISABLE: true"

@@ -212,7 +212,7 @@ class QuantConfig(Section):
 
         `wrong`: entries of `SPECIFIC` whose rules cannot be checked.
         """
-        # A glob that matches every name, also "", is the general config.
+        # The general config is that of a layer with the empty name: a glob like `*` in SPECIFIC applies to it.
         sound = [[o for p, o in enumerate(self._section(kind).SPECIFIC) if (kind, p) not in wrong] for kind in _KINDS]
         weight, activation = (Selector(overrides).first("") for overrides in sound)
         general = [fault for kind in _KINDS for fault in self._broken(kind, weight, activation)]
@@ -225,7 +225,7 @@ class QuantConfig(Section):
             weight, activation = (
                 None if place is None else self._section(kind).SPECIFIC[place] for kind, place in places
             )
-            # Long lists have few different settings.
+            # Checked once for equal settings: mixed-precision configs have thousands of entries with a few of them.
             key = tuple(None if override is None else str(override.settings) for override in (weight, activation))
             if key not in found:
                 broken = [fault for kind in _KINDS for fault in self._broken(kind, weight, activation)]

@@ -22,7 +22,7 @@ _SHORT = reprlib.Repr()
 _WILD = re.compile(r"[*?\[]")
 _CLASS_OR_WILD = re.compile(r"\[!?\]?[^\]]*\]|[*?\[]")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards are kept: `name` may be a glob, see `select`
+_NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards are kept: `name` may be a glob (`Selector.matching`)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def matches(glob: str, name: str) -> bool:
     (True, True)
     """
     spellings = _spellings(name)
-    # The first half is a short cut: most globs of a mixed-precision config are plain names.
+    # Equality first: most globs of a mixed-precision config are plain names.
     return glob in spellings or (_WILD.search(glob) is not None and any(fnmatchcase(s, glob) for s in spellings))
 
 

@@ -17,7 +17,7 @@ Kind = Literal["W", "A"]
 _SCHEMES = ("per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine")
 _GROUP_SCHEMES = ("per-group-symmetric", "per-group-affine")
 
-# 0 is "not given": the field stays an int for its readers, and rules.py raises for 0 if a tensor is quantized.
+# 0 means "not given", so that the field is always an int; rules.py raises for 0 if the tensor is quantized.
 Bits = Annotated[int, Field(ge=0, le=16), Allowed("a whole number, 1 to 16")]
 
 

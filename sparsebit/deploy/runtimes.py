@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,8 +28,10 @@ class RuntimeProfile:
     use the code -128 (ONNX Runtime's depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128
     overflow). `apart`: formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into
     integer kernels that then reject the weight). `opset`: that of a file, unless the user or a type requires another.
+    `ending`: that of a file: programs of `torch.export` are written for runtimes whose files are not `.onnx`.
     `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
-    nodes are executed one by one as defined. `costs`: `KEY=value` -> the consequence of setting it so.
+    nodes are executed one by one as defined. `simulated`: that runtime simulates the device: its time does not count.
+    `open_sizes`: its files may have free dimensions. `costs`: `KEY=value` -> the consequence of setting it so.
     """
 
     name: str
@@ -45,8 +48,16 @@ class RuntimeProfile:
     narrow_weights: bool = False
     apart: frozenset[Format] = frozenset()
     opset: int = 21
-    executes: Literal["onnxruntime", "openvino"] | None = None
+    ending: str = ".onnx"
+    executes: Literal["onnxruntime", "openvino", "executorch", "aot_inductor", "qnn", "litert"] | None = None
+    simulated: bool = False
+    open_sizes: bool = True
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def timed_in(self) -> str | None:
+        """The runtime here whose time counts; None: there is none."""
+        return None if self.simulated else self.executes
 
     def recommended(self) -> dict[str, Any]:
         """The config to start from when the user names only the backend."""
@@ -64,6 +75,16 @@ _RELUS = frozenset({"relu", "relu6", "hardtanh"})
 _GATES = frozenset({"silu", "hardswish"})
 _SMOOTH = frozenset(
     {"sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}
+)
+
+# The ops that Hexagon's tensor processor (HTP) computes in integers from a quantize op to the next.
+_HTP = (
+    _LINEARS
+    | _POOLS
+    | _RELUS
+    | (_SMOOTH - {"mish"})
+    | {"conv", "conv_transpose", "add", "sub", "mul", "cat", "stack", "mean", "matmul", "bmm"}
+    | {"adaptive_max_pool", "upsample", "prelu", "softmax", "log_softmax", "layer_norm", "instance_norm"}
 )
 
 _FLOAT_ADDS = (
@@ -138,5 +159,82 @@ PROFILES: dict[str, RuntimeProfile] = {
             opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
             costs=MappingProxyType(_CONVERTED_COSTS),
         ),
+        RuntimeProfile(
+            "qnn",
+            inputs=_HTP,
+            outputs=_HTP,
+            absorbs=_RELUS,
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({4, 8}),
+            executes="qnn",
+            simulated=True,
+            open_sizes=False,
+            costs=MappingProxyType(_SCHEDULE_COSTS),
+        ),
+        RuntimeProfile(
+            "executorch",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            # XNNPACK's integer layers write integers: one whose result stays float would run in float.
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".pte",
+            executes="executorch",
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "litert",
+            # Without cat: its converter takes all inputs to be on one grid.
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            bias="int32",
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".tflite",
+            executes="litert",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "coreml",
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            | frozenset({"max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
+            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            narrow_weights=True,
+            ending=".mlpackage",
+            open_sizes=False,
+            costs=MappingProxyType(_CONVERTED_COSTS),
+        ),
+        RuntimeProfile(
+            "aot_inductor",
+            inputs=frozenset({"linear"}),
+            folds_batchnorm=True,
+            weight_widths=frozenset({8}),
+            ending=".pt2",
+            executes="aot_inductor",
+            costs=MappingProxyType(
+                {"SCHEDULE.FUSE_BN=False": "batch norms stay separate float ops"},
+            ),
+        ),
     )
 }
+
+
+def owner_of(path: Path) -> str | None:
+    """The backend whose programs end like this file; None for an ONNX file, or an ending that none has."""
+    ending = path.suffix.lower()
+    return next((name for name, profile in PROFILES.items() if profile.ending == ending != ".onnx"), None)

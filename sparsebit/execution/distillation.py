@@ -71,7 +71,7 @@ class DistillationLoss:
         return logits_of(self.teacher(*to_device(args, device), **to_device(kwargs, device)))
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        # float32: in half precision a softmax at a high temperature loses the small differences that teach.
+        # In float32: in half precision a softmax at a high temperature loses the small differences to learn from.
         one, other = (F.log_softmax(logits.float() / self.temperature, self.dim) for logits in (student, teacher))
         divergence = F.kl_div(one, other, log_target=True, reduction="none").sum(self.dim)
         return divergence.mean() * self.temperature**2

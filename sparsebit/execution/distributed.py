@@ -1,4 +1,4 @@
-"""Communication between the processes of a distributed run."""
+"""Communication between the processes of a distributed run; in a single process every function does the plain thing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def barrier() -> None:
 def once(name: str, act: Callable[[], object]) -> None:
     """Run `act` on rank 0 while the others wait; a single process just runs it. Its error is an error on all ranks.
 
-    Rank 0 itself does not wait, so code that calls this on rank 0 only works too. Ranks meet by `name` and by how
-    often they have used it.
+    Rank 0 itself does not wait, so code that calls this on rank 0 only works, too. The other ranks wait for a key of
+    torch's store that consists of `name` and the number of calls with it.
     """
     if not is_distributed():
         act()

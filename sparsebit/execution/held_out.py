@@ -15,7 +15,7 @@ from sparsebit.execution.sample_rows import independent_rows, is_row_tensor, row
 from sparsebit.graph.values.nested import tensors_of
 
 _FEWEST, _MOST = 8, 64
-_FEWEST_OF = 4  # to reach the minimum, at most one sample in this many is held out
+_FEWEST_OF = 4  # the minimum of 8 never takes more than one sample in so many
 Inputs = dict[str, Any]
 
 
@@ -86,7 +86,7 @@ def split_samples(
 
 @dataclass(frozen=True)
 class BatchSamples:
-    """The samples of some batches. `counts`: of each batch, 0 if it is one sample; `has_rows`: as in a `Piece`."""
+    """The samples of some batches. `counts`: rows of each batch, 0 if it is one sample; `has_rows`: as in a `Piece`."""
 
     counts: tuple[int, ...]
     has_rows: tuple[bool, ...]

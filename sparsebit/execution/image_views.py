@@ -1,4 +1,4 @@
-"""`image_view`: unchanged, mirrored or shifted images, so that a training without labels has more to learn from."""
+"""`image_view`: mirrored and shifted copies of images, so that a training without labels has more data."""
 
 from __future__ import annotations
 

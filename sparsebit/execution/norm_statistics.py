@@ -54,7 +54,7 @@ def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.
 
 @torch.no_grad()
 def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]) -> None:
-    """Every process's averages into every process's norms, each weighted by its number of batches."""
+    """Average the statistics of all processes into each, weighted by their numbers of batches."""
     if not is_distributed():
         return
     own = [(to_cpu(dict(norm.named_buffers())), ranks.get(norm, 0)) for norm in norms]
@@ -73,7 +73,7 @@ def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]
 def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
     """Re-estimate the running statistics of all batch norms, in place, as the mean over the batches; no labels.
 
-    Only batch norms are in training mode meanwhile: dropout stays off.
+    Only batch norms are in training mode while it runs: dropout stays off.
     """
     modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), None)

@@ -1,7 +1,9 @@
 """`RunFolder`: the finished parts of a long run, so that a killed run continues after the last one.
 
 `run.json` describes the run; `00003.safetensors` holds the result of part 3. Each file appears whole or not at all,
-and carries a checksum of its tensors. `hold_run` reserves the folder `TARGET.partial` for one process.
+and carries a checksum of its tensors and of the run's settings: a part is only used by a run with the same settings.
+Block algorithms (`blocks/resume.py`) and the quantization of language models use it. `hold_run` reserves the folder
+`TARGET.partial` for one process.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class RunFolder:
         self._key = hashlib.sha256(self._text.encode()).hexdigest()
 
     def open(self) -> RunFolder:
-        """Begin the run, or continue the one in the folder; a folder of something else is an error."""
+        """Begin the run, or continue the one in the folder; another run's folder, or other files, are an error."""
         file = self.path / _RUN
         if file.is_file():
             self._compare(file)
@@ -142,7 +144,7 @@ def hold_run(target: Path, held: ExitStack) -> Path:
     if not is_folder or not (has_begun(path) or all(is_staging_folder(one.name) for one in path.iterdir())):
         raise CheckpointError(f"{path} is not the folder of an interrupted run; remove it or give another output")
     held.callback(_remove_empty, path, *above)
-    need_new(target)  # it may have been made by a run that ended a moment ago
+    need_new(target)  # checked once the folder is reserved: another process may have just finished
     return path
 
 

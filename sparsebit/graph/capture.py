@@ -1,8 +1,11 @@
 """Captures a model as torch.fx graphs: one graph if possible, else one for each part that can be traced, with reasons.
 
-The result holds *regions* (captured graphs, by path) and *loose* modules (leaves that live inside an opaque module and
-are called by its own code). Whatever a pass does to a region's leaves also happens to the module it came from, so the
-original Python code stays a second, always valid way to run it.
+The result holds *regions* (captured graphs, by path) and *loose* modules (leaves inside an opaque module, whose own
+code calls them). The invariant: a graph and the module that it came from share their leaves and tensors. Whatever a
+pass does to a layer also happens to the module, whose own code stays a second, always valid way to run it.
+
+With an example, the model runs once first (`ObservedCalls`), which shows how each module is called. Then `_Explorer`
+goes down the module tree: it tries to trace a module as one graph, and enters its children if that fails.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def capture(
 
 
 class _Explorer:
-    """Walks the module tree: a graph where possible, else inside."""
+    """Walks the module tree from the root: a module becomes a graph, or else its children are explored."""
 
     def __init__(self, policy: LeafPolicy, observed: ObservedCalls | None, root_form: CallForm | None) -> None:
         self.policy, self.observed, self.root_form = policy, observed, root_form
@@ -105,7 +108,7 @@ class _Explorer:
         self.done: dict[int, nn.Module] = {}
 
     def explore(self, module: nn.Module, path: str, is_root: bool = False) -> nn.Module:
-        """The module to put at `path`. A module that is registered in two places is explored once."""
+        """The module to put at `path`: a region, or the module itself. One in two places is explored once."""
         if path in self.policy.untouched:
             return module
         if id(module) not in self.done:
@@ -141,7 +144,7 @@ class _Explorer:
         self.captured.eval_branches.update({tracer.full_path(p): line for p, line in tracer.eval_branches.items()})
         region.graph_module.meta["eval_branches"] = frozenset(tracer.eval_branches)
         region.graph_module.meta["traced_through"] = sorted(tracer.traced_through)
-        if writes_through_data(region.graph_module):  # asked now: passes take away what nothing reads
+        if writes_through_data(region.graph_module):  # checked now, before passes remove nodes that nothing reads
             self.captured.hidden_writes.append(path)
         for local, failure in tracer.untraced.items():
             inner = module.get_submodule(local)
@@ -167,7 +170,7 @@ class _Explorer:
                 yield name, child, child_path, self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)
 
     def _note_uncalled(self, module: nn.Module, path: str, read: set[int]) -> None:
-        """Layers that the captured path does not call are loose: the module's own code calls them on other paths."""
+        """Note as loose the layers that the captured path does not call: own code calls them on other paths."""
         for name, child, child_path, is_leaf in self._children(module, path):
             if id(child) in read or child_path in self.policy.untouched:
                 continue
@@ -178,7 +181,7 @@ class _Explorer:
                 self.captured.uncalled.append(child_path)
 
     def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
-        """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
+        """The arguments of `forward` that the graph fixes as constants; None if it is unknown how it is called."""
         form = self.root_form if is_root else None
         if form is None and self.observed is not None and (form := self.observed.forms.get(id(module))) is None:
             return None
@@ -194,7 +197,7 @@ class _Explorer:
         return defaults if is_root or not defaults else None
 
     def _why_not_tried(self, module: nn.Module, is_root: bool) -> str:
-        """Why the module was not traced; "" for a container without code of its own."""
+        """Why the module was not traced; empty for a container without code of its own, which is not reported."""
         if isinstance(module, torch.jit.ScriptModule):
             return "TorchScript has no Python code that could be traced; give the module that was scripted"
         if not has_forward(module):
@@ -205,7 +208,7 @@ class _Explorer:
 
 
 class ObservedCalls:
-    """How each module is called in one forward: form and example inputs; neither if there are several ways."""
+    """How each module is called in one forward: the form and example inputs, or None if it has several forms."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.example = Example()
@@ -219,9 +222,9 @@ class ObservedCalls:
                 model.eval()
                 model(*args, **kwargs)
         except FAILURES as error:
-            told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
+            cause = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
             hint = input_hint((args, kwargs))
-            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}{hint}") from error
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {cause}{hint}") from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -252,7 +255,10 @@ def _modules_read(region: Region) -> set[int]:
 
 
 def _mark_shared(captured: Captured) -> None:
-    """Store in each graph which of its leaves other code calls too: `meta["shared"]`, by target."""
+    """Store in each graph, as `meta["shared"]`, the targets of leaves that other graphs or own code call, too.
+
+    A pass must not change these for its own graph alone.
+    """
     holders = Counter({id(loose.module) for loose in captured.loose.values()})
     leaves: list[tuple[CapturedGraph, dict[str, int]]] = []
     for region in captured.regions.values():

@@ -30,7 +30,7 @@ def layer_graph(
 ) -> tuple[GraphLayer, ...]:
     """All layers of all captured graphs, in the order of execution; graphs inside untraced modules are separate.
 
-    `is_hidden`: modules that are no layers; who reads their result reads the layers before them.
+    `is_hidden`: modules that do not count as layers; readers of their result read the layers before them.
     """
     found: dict[str, GraphLayer] = {}
     for path, region in regions.items():

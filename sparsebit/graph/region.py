@@ -1,4 +1,12 @@
-"""`Region`: a captured graph in the place of the module that it was traced from."""
+"""`Region`: a module that runs a captured graph, in the place of the module that it was traced from.
+
+A call takes one of two ways: the graph, if its form is the captured one and all guards hold, or the source's own code
+with the same layers (`run_source`). The invariant: the choice never changes what a call computes, and a graph that
+fails at a guard has no effects: inputs, buffers, attributes, globals and random numbers are restored before the
+source's code runs. The result is remembered for each form of the inputs, so this costs only the first call of a form.
+
+To code around it, the region looks like the source: attributes, `isinstance` and items are the source's.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +37,10 @@ _KNOWN_FORMS = 4096
 
 
 class Region(StandIn):
-    """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
+    """One captured graph in the place of `source`, the module it was traced from, which shares its leaves.
 
     A call whose optional arguments differ from the captured ones runs the source's own code (`run_source`). Attributes
-    that the graph lacks are the source's, and code that asks `isinstance(block, Block)` gets its answer.
+    that the graph lacks are read from the source, and `isinstance(block, Block)` is that of the source.
     """
 
     graph_module: CapturedGraph
@@ -45,10 +53,10 @@ class Region(StandIn):
         self.before_source: Callable[[Region, Call], None] | None = None
         called = {id(module) for module in graph_module.modules()}
         inner = ((p, m) for p, m in list(graph_module.source.named_modules())[1:] if id(m) not in called)
-        # The source's modules that the graph was traced through. In a tuple: they are not the region's children.
+        # The source's modules that the graph was traced through; in a tuple, so that they do not become children.
         self._traced_blocks = tuple((path, module) for path, module in inner if not has_hooks(module))
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
-        # Per form of the inputs: why a guard fails, or "" where all of them hold.
+        # By the form of the inputs: why a guard fails, or "" if all of them hold.
         self.known_forms: dict[Any, str] = {}
         self.frozen_values: FrozenValues | None = None
         self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -57,12 +65,12 @@ class Region(StandIn):
     def source(self) -> nn.Module:
         return self.graph_module.source
 
-    def _stands_for(self) -> nn.Module | None:
+    def _replaced_module(self) -> nn.Module | None:
         graph_module = self.__dict__.get("_modules", {}).get("graph_module")
         return None if graph_module is None else graph_module.source
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The graph's inputs by name, or None where the call has another form than the captured one."""
+        """The graph's inputs by name; None if the call has another form than the captured one."""
         try:
             bound = signature_of(self.source).bind(*args, **kwargs)
         except TypeError:
@@ -83,20 +91,20 @@ class Region(StandIn):
         return self.run_source(args, kwargs)
 
     def run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The source's own code, with the layers that the graph has."""
+        """Run the source's own code, which calls the same (quantized) layers as the graph."""
         if torch.compiler.is_compiling():
             return self.source(*args, **kwargs)
         self.graph_module.update_source()
         if self.before_source is not None:
             self.before_source(self, (args, kwargs))
-        # A quantizer saves its input for the backward even where the float layer does not, and this code may overwrite
-        # it.
+        # A quantizer saves its input for the backward even where the float layer saves nothing, and the source's code
+        # may overwrite that input afterwards: autograd then gets copies.
         is_risky = torch.is_grad_enabled() and not is_symbolic([]) and module_may_write(self.source)
         with saved_tensors_hooks(_own_copy, lambda saved: saved) if is_risky else contextlib.nullcontext():
             return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
-        """Attributes that the graph lacks are the source's: a hook on a block that was found so would never run."""
+        """Raise if a user has put a hook on a block that was traced through: the graph never calls the block."""
         if torch.compiler.is_compiling():
             return
         for path, block in self._traced_blocks:
@@ -104,21 +112,20 @@ class Region(StandIn):
                 refuse_hook(f"a hook on {path}")
 
     def attempt(self, inputs: dict[str, Any]) -> Any:
-        """Run the graph on `inputs`; a GuardError, and no change, if the graph does not cover such a call.
+        """Run the graph on `inputs`. If a guard fails, raises GuardError, with all changes undone.
 
-        Guards read sizes, types and numbers, never tensor values: inputs of one form always have the same guard
-        results.
+        Guards read sizes, types and numbers, never tensor values, so inputs of one form have the same guard results.
         """
         return with_own_tensors(self._attempt(inputs), inputs)
 
     def note_frozen_values(self) -> None:
-        """From now on a change of a plain value that the graph holds as a constant fails like a guard."""
+        """From now on a call raises GuardError if a plain value that the graph holds as a constant has changed."""
         paths = self.graph_module.meta.get("traced_through", ("",))
         modules = [(path, self.source.get_submodule(path)) for path in paths]
         self.frozen_values = FrozenValues(modules, self.graph_module.meta.get("new_attributes"))
 
     def follow_frozen_values(self, original: Region) -> None:
-        """For a copy: what changed in the original since `note_frozen_values` has changed here, and nothing else."""
+        """For a copy of `original`: exactly the values that have changed there count as changed here."""
         if self.frozen_values is not None and original.frozen_values is not None:
             self.frozen_values.follow(original.frozen_values)
 
@@ -135,7 +142,8 @@ class Region(StandIn):
             return self.graph_module(**inputs)
         if reason is not None:
             raise GuardError(reason)
-        # What runs before a guard fails may write into inputs and buffers, draw random numbers, or call hooks.
+        # The first call of this form. Nodes before a failing guard may write into inputs and buffers, draw random
+        # numbers, or call hooks: everything is kept, to be restored.
         snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
         outside = OuterState(self.graph_module.modules(), {})
 
@@ -147,7 +155,7 @@ class Region(StandIn):
         try:
             written = written_later(self.graph_module) if torch.is_grad_enabled() else ()
             if any(node.op == "placeholder" for node in written):
-                # The values of an input can be restored, but not its history: the guards are evaluated on copies.
+                # A write into an input changes its autograd history, which cannot be restored: try on copies first.
                 self.graph_module(**cloned(((), inputs))[1])
                 restore()
             output = self.graph_module(**inputs)
@@ -165,7 +173,7 @@ class Region(StandIn):
                 self.known_forms[form] = reason
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An attribute that code around the region sets is the source's, which runs its own code from then on."""
+        """Set an attribute on the source, whose own code runs from then on: the graph may hold the old value."""
         if "inputs" in self.__dict__ and name not in self.__dict__ and name not in self._modules:
             if not hasattr(self.source, name):
                 self.graph_module.meta.setdefault("new_attributes", []).append(name)
@@ -185,7 +193,7 @@ class Region(StandIn):
 
 
 def _own_copy(saved: Tensor) -> Tensor:
-    is_parameter = saved.is_leaf and saved.requires_grad  # torch refuses writes into it
+    is_parameter = saved.is_leaf and saved.requires_grad  # needs no copy: torch forbids in-place writes into it
     return saved if is_parameter else saved.clone()
 
 
@@ -207,7 +215,8 @@ class ContainerRegion(Region):
         return item in self.source
 
 
-# What a region has itself: a source with such an attribute is not captured below an opaque module.
+# Attributes of a region: a source that has one of these names is not captured below an opaque module, whose code would
+# read the region's.
 NAMES_OF_A_REGION = (
     "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
     "known_forms", "is_overruled", "frozen_values", "note_frozen_values", "follow_frozen_values",
@@ -217,7 +226,7 @@ NAMES_OF_A_REGION = (
 def form_of(inputs: dict[str, Any]) -> Any:
     """A hashable description of what guards can read of the inputs; None if some value cannot be described."""
     leaves, structure = pytree.tree_flatten(inputs)
-    parts: list[Any] = [torch.is_grad_enabled()]  # decides what requires a gradient
+    parts: list[Any] = [torch.is_grad_enabled()]  # decides whether results require a gradient, which code may ask
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             parts.append((type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))

@@ -2,6 +2,10 @@
 
 The lines are the same in every process and on every machine. Two models with the same lines compute the same function
 of their inputs and tensors, on the captured path. Modules that run their own code are listed with a digest of it.
+
+A saved model contains the lines, and loading compares them with those of the model that is given: another forward would
+use the saved scales for other tensors. So lines must not depend on anything that may differ between the two without a
+change of the function: weights, devices, comments, versions of Python.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ _NUM_SHOWN = 3
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _SETTINGS = (bool, int, float, str, tuple, list, dict, torch.dtype, Tensor, *_FUNCTIONS)
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
-# Attributes that matter in training alone, or that change memory and not values.
+# Attributes that only matter in training, or that change memory and not values.
 _WITHOUT_EFFECT = ("training", "momentum", "inplace")
 
 
 def structure_of(captured: Captured, source: nn.Module) -> dict[str, list[str]]:
-    """The lines of each graph, by its path; under `OWN_CODE`, those of modules that run their own code; under
-    `SETTINGS`, the plain values of these modules and of layers that no graph calls. Must be called before
-    passes change the graphs. `source`: the captured model's own code.
+    """The lines of each graph, by its path. Must be called before passes change the graphs.
+
+    Under `OWN_CODE`: digests of modules that run their own code; under `SETTINGS`: the plain values of these modules
+    and of layers that no graph calls. `source`: the captured model's own code.
     """
     lines = {path or ".": _lines(region.graph_module) for path, region in captured.regions.items()}
     traced, listed = set[str](), set[str]()
@@ -59,7 +64,7 @@ def structure_of(captured: Captured, source: nn.Module) -> dict[str, list[str]]:
 
 
 def _modules_of(source: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its first path; a region is replaced by the module that it replaces."""
+    """Every module by its first path; in place of a region, the module that it was traced from."""
     seen = set() if seen is None else seen
     module = source.source if isinstance(source, Region) else source
     if id(module) not in seen:
@@ -136,7 +141,7 @@ def _operation(node: fx.Node, root: CapturedGraph) -> str:
 
 
 def _layer(module: nn.Module) -> str:
-    """Class and settings of a layer of torch; the class alone of a module with its own code."""
+    """A layer of torch with its settings; a user's module by its class alone, as its code is in the digest."""
     kind = type(module).__name__
     if _is_users(module):
         return kind
@@ -146,7 +151,7 @@ def _layer(module: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """As `_layer`; of a module of the user's, the values that its code reads and sets in `__init__` alone."""
+    """As `_layer`; for a user's module, the values that its code reads and sets only in `__init__`."""
     if not _is_users(module):
         return _layer(module)
     names = settings_of(type(module))
@@ -163,7 +168,7 @@ def _values_of(module: nn.Module, names: Sequence[str]) -> str:
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
-    """A literal or an argument as text; objects without a stable form by their class, devices by their kind alone."""
+    """A literal or an argument as text; objects without a stable text by their class, every device as "device"."""
     if isinstance(value, fx.Node):
         return names.get(value, value.name)
     if isinstance(value, (list, tuple)):
@@ -185,7 +190,7 @@ def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
 
 
 def _values(tensor: Tensor) -> str:
-    """Shape, type and a few statistics: the last bits of computed constants differ between machines."""
+    """Shape, type and a few rounded statistics, because the last bits of computed constants differ between machines."""
     shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not tensor.numel() or tensor.is_meta or tensor.is_complex() or tensor.layout is not torch.strided:
         return shape

@@ -1,7 +1,7 @@
-"""CUDA's driver by ctypes: launches of programs that torch compiled, and tensor maps.
+"""Calls CUDA's driver by ctypes: launches programs that torch has compiled, and makes tensor maps.
 
-torch's launcher takes longer to convert the arguments than short programs take to run. And it cannot let a program
-start while the one before it ends (`overlapped`), which speeds up a chain of short programs in a CUDA graph.
+torch's own launcher takes longer to convert the arguments than short programs take to run. And it cannot start a
+program while the one before it ends (`overlapped`), which speeds up a chain of short programs in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ Gradients of scale and zero point are summed in two stages, by programs that wal
 programs, in a fixed order: runs repeat bit by bit. Rows with equal gaps between them (the heads of an attention) are
 read in place, other tensors with gaps are copied first. `PLAIN` computes all other cases (float64, groups along
 a slow axis, 32-bit codes).
+
+This file chooses sizes and launches; the programs are in `fake_quant_programs.py`. The functions `*_in_graph` are the
+same launches in a form that a compiler traces. `dispatch.register_kernels` puts `KERNELS` behind the operator.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ from sparsebit.numerics.spec import PerChannel, PerGroup
 
 
 class Cut(NamedTuple):
-    """Elements of a tile, warps of its program, the largest number of programs, and tiles that a program has in flight.
+    """Sizes of a launch: elements of a tile, warps of a program, the most programs, loads in flight (`stages`).
 
-    `fewest`: up to this many programs, the number of tiles of each does not matter (else `TILES_EACH`).
+    `fewest`: up to so many programs are started even if each gets only a few tiles; beyond, each gets `TILES_EACH`.
     """
 
     tile: int
@@ -74,7 +77,7 @@ HALF = Cuts(
     Cut(2048, 4, 1 << 14, stages=3),
     Cut(4096, 4, 1 << 13, stages=3),
 )
-# With an activation function before, which is arithmetic.
+# With an activation function before the rounding, whose arithmetic takes part of the time.
 ACTIVATED = Cuts(Cut(2048, 2), Cut(2048, 4, 1 << 13, stages=3, fewest=1 << 11), *HALF[2:])
 MOST_SUMS = 1 << 15  # programs, of any cut
 WIDEST = 256  # columns of a tile
@@ -102,7 +105,7 @@ class Launch:
         key = (flags, device, *[tensor.dtype for tensor in tensors])
         ready = self.ready.get(key)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        # Compiled for aligned memory; a view may begin at any address.
+        # The compiled kernel relies on 16-byte alignment, and a view may begin at any address.
         is_aligned = not reduce(or_, addresses) & 15
         if ready is not None and is_aligned:
             run, function, metadata = ready
@@ -189,7 +192,7 @@ def _tiles(
     num_params: int,
     is_activated: bool,
 ) -> Tiles | None:
-    """None if a tensor has no such form."""
+    """How a tensor of this form is cut into tiles; None if it is neither rows nor columns of parameters."""
     cuts = ACTIVATED if is_activated else WHOLE if itemsize == 4 else HALF
     num_elements, runs = prod(shape), _runs(shape, stride)
     if num_elements and num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
@@ -243,7 +246,7 @@ def _plan(
     qmax: int,
     activation: str,
 ) -> tuple[Tensor, Tiles | None]:
-    """x, copied if its gaps prevent a plan, and how it is cut."""
+    """x, copied if gaps in its memory prevent tiles, and its tiles; None if plain torch must compute it."""
     if x.dtype not in KERNEL_DTYPES or qmax > LARGEST_CODE or -qmin > LARGEST_CODE:
         return x, None
     if scale.device != x.device or zero_point.device != x.device or zero_point.numel() != scale.numel():

@@ -1,7 +1,9 @@
-"""The Triton programs that the launchers of this package start.
+"""The Triton programs of fake-quant: one pass over memory forward, one backward; `fake_quant.py` launches them.
 
-Only memory costs time if few instructions are spent on an element: a true division takes twenty, so the reciprocal is
-rounded once per row and corrected with two fused multiply-adds (Markstein 1990), with the same bits as result.
+Memory access is the whole cost as long as an element takes few instructions. A true division takes twenty, so the
+reciprocal is rounded once per row and corrected with two fused multiply-adds (Markstein 1990); the result has the same
+bits. The formulas of values and gradients are those of `numerics/fake_quant/gradients.py`. Offsets are 64-bit numbers,
+because a tensor may have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def _grid_of(scale_ptr, zero_point_ptr, index, mask, qmin, qmax):
     zero_point = tl.load(zero_point_ptr + index, mask=mask, other=0.0).to(tl.float32)
     zero_point = (zero_point + _ROUND) - _ROUND
     step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    step += zero_point - zero_point  # NaN in either shows in the result
-    qmin, qmax = tl.cast(qmin, tl.float32), tl.cast(qmax, tl.float32)  # a compiler's numbers have 64 bits
+    step += zero_point - zero_point  # adds 0, or NaN if the zero point is NaN or infinite, so that it shows
+    qmin, qmax = tl.cast(qmin, tl.float32), tl.cast(qmax, tl.float32)  # a compiler passes them with 64 bits
     sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))
     return step, tl.div_rn(1.0, step), qmin - zero_point, qmax - zero_point, sign
 
@@ -78,7 +80,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _quantized(x, step, reciprocal, low, high):
     codes = _clamped(_divided(x, step, reciprocal, low, high), low, high)
-    return ((codes + _ROUND) - _ROUND) * step  # the ends are whole: clamping first is equal
+    return ((codes + _ROUND) - _ROUND) * step  # clamping before rounding is the same, because the ends are integers
 
 
 @triton.jit
@@ -182,6 +184,8 @@ def backward_rows(
         tl.store(by_zero_point_ptr + tl.program_id(0), tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
     if SPLITS > 0 and (NEEDS_SCALE or NEEDS_ZERO_POINT):
         tl.debug_barrier()
+        # Programs end in any order, but the last one adds the sums in the programs' order, so that runs repeat bit by
+        # bit. `.cg` reads past the L1 cache, which may hold old values; the counter is reset for the next launch.
         num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
         if num_done == num_splits - 1:
             each = tl.arange(0, SPLITS)

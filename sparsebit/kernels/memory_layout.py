@@ -1,4 +1,4 @@
-"""The memory layout of a tensor."""
+"""Whether a tensor is dense in memory, and whether it is a stack of parts; also for a compiler's symbolic sizes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 // y = x W^T with a weight of 2, 3, 4 or 8 bits that stays packed. `tensor_core_layout.py` defines the order of its codes.
 //
 // Words hold the codes that one lane has of 16 x 16 tiles of W in a tensor-core product (mma.m16n8k16, A operand:
-// registers 0 to 3). A code of up to 4 bits becomes a 16-bit float without a conversion: put under an exponent (MAGIC) it
-// is BASE + code, exactly. Of 8 bits the lower and the upper four are such codes.
+// registers 0 to 3). A code of up to 4 bits becomes a 16-bit float without a conversion: its bits are put into the lowest
+// bits of the mantissa of the number BASE (MAGIC holds two of these), and the result is BASE + code, exactly. A code of 8
+// bits consists of two such codes, its lower and its upper four bits.
 //
-// Defined in front of this file: KERNEL (which of them), BITS, HALF (float16, else bfloat16), HAS_ZERO (zero points, else
-// the middle), GT (how many tiles of 16 along K share a scale: 2, 4 or 8), and the sizes that each kernel names.
+// One file holds all kernels; `packed_linear.py` compiles one of them at a time, for fixed sizes. It writes these macros in
+// front of the file: KERNEL (which one), BITS, HALF (float16, else bfloat16), HAS_ZERO (zero points are given, else all are
+// the middle code), GT (how many tiles of 16 along K share a scale: 2, 4 or 8), and the sizes that each kernel lists.
 typedef unsigned int u32;
 #if HALF
 #define MAGIC 0x64006400u
@@ -33,6 +35,7 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
   asm volatile(MMA "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// (w & mask) | MAGIC in one instruction: two codes as BASE + code.
 __device__ __forceinline__ u32 nibbles(u32 w, u32 mask) {
   u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(w), "r"(mask), "r"(MAGIC)); return r;
 }
@@ -60,7 +63,8 @@ __device__ __forceinline__ unsigned short from_float(float f) {
 __device__ __forceinline__ uint4 stream(const uint4* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
-// What a lane has of 16 outputs and 128 k; and where that is among the lanes' (`tensor_core_layout.py`).
+// The words that a lane has of 16 outputs and 128 k, and the place of its words among those of all lanes
+// (`tensor_core_layout.py`).
 #define MIDDLE (1 << (BITS - 1))
 #define BLOCK_VECTORS (16 * BITS)
 #define VECTORS (BITS < 4 ? 1 : BITS / 2)
@@ -80,8 +84,8 @@ __device__ __forceinline__ Words words_at(const uint4* block, int lane) {
 #endif
   return w;
 }
-// Register i of tile j: BASE + FACTOR(i & 1) * code; of 8 bits the lower four, and the upper ones. Codes of 2 and 3 bits for
-// the lower rows of a tile stay where they are in the mantissa, which saves a shift.
+// Register i of tile j: BASE + FACTOR(i & 1) * code; with 8 bits `lower` and `upper` have four bits each. Codes of 2 and 3
+// bits for the lower rows of a tile stay at higher bits of the mantissa, which saves a shift: they count FACTOR times.
 #define FACTOR(half) ((half) && BITS < 4 ? 1 << BITS : 1)
 __device__ __forceinline__ int word_of(int j, int i) { return 4 * (j >> 2) + 2 * (j & 1) + (i >> 1); }
 __device__ __forceinline__ int shift_of(int j, int i) { return 8 * ((j >> 1) & 1) + 4 * (i & 1); }
@@ -109,7 +113,7 @@ __device__ __forceinline__ u32 zero_pair(u32 z, int half) {
   z *= FACTOR(half); return MAGIC | z | (z << 16);
 #endif
 }
-// (code - zero) * scale, the difference exact.
+// (code - zero) * scale of two codes. The difference is exact; the product is rounded once, as in `definition`.
 __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32 scale) {
 #if BITS == 8
   return mul2(sub2(fma2(sub2(upper(w, j, i), MAGIC), SIXTEEN, sub2(lower(w, j, i), MAGIC)), zero), scale);
@@ -131,16 +135,18 @@ __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32
 #define SUM_SPANS 7
 
 #if KERNEL == FEW_ROWS
-// A load that stays behind the waiting in front of it: one of memory that is taken for constant could be moved.
+// A load of x. It is volatile, because the compiler may move loads of memory that counts as constant to before
+// `griddepcontrol.wait`, when the previous program has not written x yet.
 __device__ __forceinline__ uint4 fresh(const unsigned short* at) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
   return v;
 }
-// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: how many groups
-// ahead words are loaded. AHEAD: scales are loaded with them, else when their group comes.
-// Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
-// scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
+// Few rows: loading the weight is the whole cost. The warps of a block share 16 RT outputs and split K; x is read from L1
+// and L2. The weight is not unpacked at all: the sum over a group is scaled instead. tmp = sum x (BASE + code), and
+// sx = sum x by a product with ones, so that the sum of x (code - zero) is tmp - (BASE + zero) sx.
+// RT: tiles of 16 outputs in a block. MB: multiples of 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: how
+// many groups ahead words are loaded. AHEAD: scales are loaded together with words, else when their group is computed.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
     const unsigned short* __restrict__ x, unsigned short* __restrict__ y, int M, int N, int K) {
@@ -179,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
   };
   #pragma unroll
   for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load_words(warp + d * WARPS, d);
-  // Words and scales are on their way while the program that computes x ends, and the one behind this may come.
+  // Words and scales are being loaded while the program that computes x still runs. Only from here on x may be read. The
+  // program after this one may start now; it waits in the same way.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (warp < groups) load_x(warp);
@@ -270,8 +277,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
 }
 
 #elif KERNEL == SOME_ROWS
-// RT: tiles of 16 outputs a warp. MB: times 8 rows of x a block. WARPS.
-// Some rows: warps have outputs of their own and share x through shared memory. blockIdx.y splits K into parts.
+// Some rows: every warp has its own outputs, and the warps share x through shared memory. The weight is unpacked once and
+// used for all rows of the block. blockIdx.y splits K into parts, which `sum_parts` adds up.
+// RT: tiles of 16 outputs of a warp. MB: multiples of 8 rows of x in a block. WARPS.
+// A row of x in shared memory: 256 bytes and 64 unused ones, so that two neighbouring rows, which the 8 lanes of a 16-byte
+// load read, are in different banks.
 #define STRIDE 320
 extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
@@ -351,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
 }
 
 #elif KERNEL == DEQUANTIZE
-// The weight in 16 bits, (N, K): for many rows, in front of a dense product.
+// The weight in 16 bits, (N, K), for the dense product of very many rows.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
     unsigned short* __restrict__ out, int N, int K) {
@@ -381,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
   }
 }
 #elif KERNEL == REORDER
-// x with every 32 k in the order in which a lane has them: lane t the 8 from 8 t on.
+// x with every 32 k in the order in which lanes have them: first the 8 k of lane 0, then those of lane 1, ...
 extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict__ out, int count) {
   const int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
@@ -389,7 +399,7 @@ extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict_
   out[e] = make_uint4(from[0], from[4], from[8], from[12]);
 }
 #elif KERNEL == SUM_PARTS
-// The parts of a product whose K was split, (parts, count), added up in their order.
+// The parts of a product whose K was split, (parts, count), added up in a fixed order, so that runs repeat bit by bit.
 extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned short* __restrict__ y, int parts, int count) {
   int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
@@ -398,24 +408,25 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
   y[e] = from_float(s);
 }
 #elif KERNEL == MANY_ROWS || KERNEL == SUM_SPANS
-// Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
-// BM: rows of x in a tile of y, in PIECES: an instruction takes 256 rows at most, and the same unpacked weight can be used
-// for two. WG: warpgroups, each with R times 64 outputs of it. STG: stages.
-// One warp copies x into shared memory, 64 k at a time; the others unpack the next words while products run. STAGED: the
-// warp copies words, scales and zero points too, many chunks ahead; else each of the others loads its own, one chunk ahead,
-// which is faster as long as the memory of the GPU limits the time and not the products.
-// NATURAL: x is as it is; words come from shared memory by `ldmatrix`, which gives lane t of each of the four lanes of an
-// output its word t: two neighbours of every 8 k. Else x is as `reorder` left it, and lanes take their own words.
+// Many rows: warpgroup products (wgmma) with the weight unpacked in registers and x in shared memory.
+// BM: rows of x in a tile of y, in PIECES: an instruction takes at most 256 rows, and one unpacked weight serves two
+// pieces. WG: warpgroups, each with R times 64 outputs of the tile. STG: stages, the chunks that are in shared memory.
+// One warp copies x into shared memory, in chunks of 64 k; the others unpack the next words while products run. STAGED: the
+// copying warp also copies words, scales and zero points, many chunks ahead. Otherwise each computing warp loads its own,
+// one chunk ahead, which is faster as long as the GPU's memory limits the time and not the products.
+// NATURAL: x has its own order, and words come from shared memory by `ldmatrix`, which hands lane t of the four lanes of an
+// output word t of each of them: two neighbours of every 8 k. Otherwise `reorder` has changed x, and lanes take their own
+// words.
 //
-// A block has one whole tile of y in each of `waves`. Of the `rest`, fewer tiles than blocks, K is laid end to end and cut
-// into spans, one for each block at most. A span reaches into two tiles at most. Its sums of each go to `parts` as lanes
-// hold them, and `sum_spans` adds those of a tile.
+// Tiles are given to blocks in `waves`, in which every block has one whole tile. Fewer tiles than blocks remain, the
+// `rest`. For them K of all tiles is laid end to end and cut into spans, at most one for each block. A span reaches into at
+// most two tiles. Its sums for each tile go to `parts`, as lanes hold them, and `sum_spans` adds those of a tile.
 #define BN (WG * R * 64)
 struct Work {
   int blocks, waves, rest, spans, groups;  // groups: of 128 k, in a tile
   __device__ __forceinline__ int begin(int span) const { return (long long)rest * groups * min(span, spans) / max(spans, 1); }
 };
-// 8 rows of y and 16 outputs, from m and n on, whose sums lanes hold as a product leaves them.
+// Writes 8 rows of y and 16 outputs, from m and n on, from sums in the order in which a product leaves them in lanes.
 __device__ __forceinline__ void store(unsigned short* y, const float* sums, int m, int n, int M, int N, int lane) {
   #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -425,13 +436,14 @@ __device__ __forceinline__ void store(unsigned short* y, const float* sums, int 
     if (row < M) *(u32*)(y + (size_t)row * N + n + 8 * h + 2 * (lane & 3)) = turned;
   }
 }
-// Of a thread that computes, and of its sums 4 q to 4 q + 3 of the r-th 64 outputs: where they are in a tile.
+// The first output in the tile of a computing thread's sums for the r-th 64 outputs; and the place of its i-th sum in
+// `parts`, where the sums of all threads are next to each other.
 __device__ __forceinline__ int output_of(int thread, int r) { return (thread >> 7) * R * 64 + r * 64 + ((thread >> 5) & 3) * 16; }
 __device__ __forceinline__ size_t part_at(int part, int r, int i, int thread) {
   return (((size_t)part * R + r) * (BM / 2) + i) * (WG * 128) + thread;
 }
 #if KERNEL == SUM_SPANS
-// blockIdx.x: which 8 rows and of which R; blockIdx.y: which tile of the rest.
+// blockIdx.x: which 8 rows, and which of the R times 64 outputs; blockIdx.y: which tile of the rest.
 extern "C" __global__ void __launch_bounds__(WG * 128) sum_spans(
     const float* __restrict__ parts, unsigned short* __restrict__ y, int M, int N, int down, Work work) {
   const int q = blockIdx.x % (BM / 8), r = blockIdx.x / (BM / 8), begin = blockIdx.y * work.groups, end = begin + work.groups;
@@ -486,8 +498,8 @@ __device__ __forceinline__ uint4 shared_vector(u32 at, int lane) {
 }
 __device__ __forceinline__ u32 shared_half(u32 at) { unsigned short v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at)); return v; }
 __device__ __forceinline__ u32 shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at)); return v; }
-// Of what `words_at` loads, that which tiles 4 half to 4 half + 3 need: from shared memory, or from the block. Of 4 and 8
-// bits it comes to where tiles 0 to 3 have theirs.
+// The part of `words_at` that tiles 4 half to 4 half + 3 need, from shared memory or from the block. With 4 and 8 bits it
+// is put where tiles 0 to 3 have their words.
 __device__ __forceinline__ Words half_of_words(const uint4* block, u32 at, int lane, int half) {
   Words w;
 #if STAGED
@@ -506,8 +518,8 @@ __device__ __forceinline__ Words half_of_words(const uint4* block, u32 at, int l
 }
 __device__ __forceinline__ size_t scale_of(int chunk, int q, int N) { return (size_t)(GT == 8 ? chunk >> 1 : chunk * QS + q) * N; }
 struct Place { int slot; u32 turn; __device__ __forceinline__ void next() { if (++slot == STG) { slot = 0; turn ^= 1; } } };
-// Calls `each` with every tile of this block: its number, from and to which chunk of 64 k, and the part of its sums, or -1
-// where the tile is whole.
+// Calls `each` for every tile of this block, with its number, its first and last chunk of 64 k, and the number of its part
+// in `parts`, or -1 if the block computes the whole tile.
 template <class F> __device__ __forceinline__ void for_each_tile(const Work& work, F each) {
   const int block = blockIdx.x, end = work.begin(block + 1);
   int at = work.begin(block), next = 2 * block;
@@ -539,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (warp >= WG * 4) {  // copies
+  if (warp >= WG * 4) {  // the copying warp; it gives up registers, which the computing warps take below
 #if WG > 1
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
@@ -612,6 +624,8 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
     for (int u = 0; u < UNROLL; u++) {
       const int chunk = chunk0 + u, half = UNROLL == 2 ? u : chunk & 1;
       const u32 at = base + place.slot * STAGE;
+      // wgmma's description of x in shared memory: address / 16, 1024 bytes from 8 rows to the next 8, 128-byte swizzle. A
+      // step of 16 k adds 32 bytes, which are 2 units; a row has 128 bytes, which are 8.
       const unsigned long long desc = ((unsigned long long)(at >> 4) & 0x3FFFull) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 #if STAGED
       wait(full + 8 * place.slot, place.turn);

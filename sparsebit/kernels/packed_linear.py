@@ -1,8 +1,12 @@
 """`packed_linear`: a linear layer whose packed weight is unpacked inside the product, on Hopper GPUs and newer.
 
 The programs are in `packed_linear.cu`; torch compiles them with NVRTC at their first use, without a CUDA toolkit. The
-number of rows of x decides which of four programs runs, by measurement (`benchmarks/packed_linear.py`).
-`definition` is the reference for all of them.
+number of rows of x decides which of four ways is taken, by measurement (`benchmarks/packed_linear.py`): `few_rows` (a
+token), `some_rows`, `many_rows` (tensor cores of warpgroups, on Hopper), or unpacking the whole weight before torch's
+product. `definition` is the reference for all of them.
+
+`fragment_weight` packs a weight into the order of `tensor_core_layout.py`, and pads its outputs; `packed_linear` cuts
+the padding off. `packed_linear_tiles.py` divides the work of a product among blocks of threads.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _KERNELS = ("few_rows", "some_rows", "dequantize", "reorder", "sum_parts", "many
 _MOST_FEW, _MOST_SOME, _MOST_MANY = 16, 48, {2: 4096, 3: 2048, 4: 4096, 8: 1024}
 _MOST_SOME_OF_EIGHT_BITS = 64
 _MOST_SOME_OF_SMALL, _SMALL = 64, 1 << 25  # for weights of 4 bits with at most this many numbers
-# Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
+# For `many_rows` on Hopper: bytes of shared memory that a block may have for stages, and the most stages.
 _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
 
 

@@ -1,15 +1,17 @@
 """Codes of 2, 3, 4 or 8 bits in the order in which the lanes of a tensor-core product hold them.
 
-A weight of `(outputs, inputs)` is cut into tiles of 16 x 16. In a product `mma.m16n8k16`, lane `4 g + t` holds 8
-elements of a tile: rows `g` and `g + 8`, and of each two pairs of neighbours along k. Register `row_half + 2 * pair` is
-such a pair. In a word, the first of a pair has its bits in the lower 16, the second has the same in the upper 16:
-so `(word >> place) & mask` is a register of the product but for its exponent. `_places` lists where each code is.
+A weight `(outputs, inputs)` is cut into tiles of 16 x 16. In the instruction `mma.m16n8k16`, lane `4 g + t` of a warp
+holds 8 elements of a tile: of the rows `g` and `g + 8`, two pairs of neighbours along k each. Register
+`row_half + 2 * pair` holds one pair. In a packed word, the first code of a pair is in the lower 16 bits, and the second
+at the same place in the upper 16. So `(word >> place) & mask` is a register of the product, except for its exponent
+bits. `_places` lists where each code is.
 
-Which k a lane has is free, as long as x follows. Lane `t` has 8 of 32 neighbours, from `8 t` on, 4 in each of two
-tiles: it reads them of x with one load of 16 bytes. Its word `p` holds neighbours `2 p` and `2 p + 1` of these 8, but
-with 3 bits: so the word `t` of all four lanes of a row is what lane `t` has where x is not read in that order.
+The hardware does not fix which k a lane has, as long as the lanes of x have the same ones. Here lane `t` has 8 of every
+32 neighbours, from `8 t` on, 4 in each of two tiles: it reads them from x with one load of 16 bytes. Its word `p` holds
+neighbours `2 p` and `2 p + 1` of these 8, except with 3 bits. So word `t` of all four lanes of a row is what lane `t`
+needs if x is not read in that order.
 
-Lane `4 g + t` has the place `4 g + (t ^ (g // 2 % 4))` in memory: those with the same `t` come from different banks.
+Lane `4 g + t` is stored at place `4 g + (t ^ (g // 2 % 4))`: lanes with the same `t` then read from different banks.
 """
 
 from __future__ import annotations

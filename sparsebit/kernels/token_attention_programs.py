@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOWEST = tl.constexpr(-3.0e38)  # its differences are finite, unlike those of infinity
+_LOWEST = tl.constexpr(-3.0e38)  # instead of -inf, because -inf - -inf is NaN
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsebit.llm.caching.packed_cache import cache_bytes
     from sparsebit.llm.converting.convert import ConvertedModel, convert
     from sparsebit.llm.converting.load_check import LoadCheck
     from sparsebit.llm.converting.targets import recipe_for
@@ -57,6 +58,7 @@ __all__ = [
     "TaskScore",
     "Tuning",
     "add_adapter",
+    "cache_bytes",
     "calibration_tokens",
     "compiled_settings",
     "convert",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "caching.packed_cache": "cache_bytes",
     "converting.convert": "ConvertedModel convert",
     "converting.load_check": "LoadCheck",
     "converting.targets": "recipe_for",

@@ -1,6 +1,8 @@
 """`Recipe` and `Calibration`: how the linear layers of a language model are quantized, and on which text.
 
-The command line creates its options from these fields without torch, so imports here must not import it.
+The fields are the options of `sparsebit llm quantize` too: limits, errors and help come from `option(...)`. The command
+line imports this file without torch, so imports here must not load it. Everything that decides the numbers belongs
+into `Recipe`, because a resumed run compares it (`quantizing/quantization_run.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.caching.cache_kinds import CACHE_KINDS, CALIBRATED, CacheKind
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
 from sparsebit.option_fields import check_options, option
 
 Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
 ScaleSearch = Literal["none", "nearest", "gptq"]
+CacheScales = Literal["head", "layer"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
@@ -67,6 +71,9 @@ class Recipe:
 
     Mixed bits: with `candidate_bits` (instead of `bits`) and `average_bits`, each layer gets one of the candidates:
     the estimated rise of the loss is smallest, and the mean over all weights is at most `average_bits`.
+
+    `kv_cache`: the number format of cached keys and values. "int8" and "fp8" have constant scales from calibration
+    text, in one for each head or each layer (`kv_scales`), which servers read; "int4" has a scale for 32 numbers.
     """
 
     method: Method = option(
@@ -94,6 +101,15 @@ class Recipe:
     rotate: bool = option(False, "Rotate hidden states by Hadamard blocks of a group, folded into weights.")
     candidate_bits: tuple[int, ...] = option((), "Mixed bits: each layer gets one of these.", metavar="N,N,...")
     average_bits: float | None = option(None, "Mixed bits: at most so many in the mean, scales not counted.")
+    kv_cache: Literal["float"] | CacheKind = option(
+        "float",
+        "Keys and values in the cache: float, int8, fp8, int4.",
+        choices=("float", *CACHE_KINDS),
+        metavar="KIND",
+    )
+    kv_scales: CacheScales = option(
+        "head", "int8, fp8 cache: a scale for each head or layer.", choices=get_args(CacheScales), panel=_TUNE
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -107,7 +123,7 @@ class Recipe:
         low, high = min(candidates, default=0), max(candidates, default=0)
         is_within = self.average_bits is not None and low <= self.average_bits <= high
         searches = self.scale_search == "gptq" and self.method != "gptq"
-        known = ", ".join(map(str, BITS))
+        known, cache = ", ".join(map(str, BITS)), f"kv_cache={self.kv_cache!r}"
         for is_wrong, text in (
             (self.rotate and not self.columns_in_group, "rotate=True: allowed: with groups; give a group_size of 128"),
             (asks_mixed and not is_known, f"{wish}: give two or more different candidates of {known}"),
@@ -116,6 +132,7 @@ class Recipe:
             (own, f"{', '.join(own)} with {given}: the format has its own bits and groups; leave them out"),
             ("steps" in changed and self.method != "autoround", f"steps with {given}: these are of autoround"),
             (of_gptq, f"{', '.join(of_gptq)} with {given}: these are options of gptq; leave them out"),
+            ("kv_scales" in changed and not self.calibrates_cache, f"kv_scales with {cache}: it is for int8 and fp8"),
             (searches, f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"),
         ):
             if is_wrong:
@@ -149,6 +166,11 @@ class Recipe:
         """Whether calibration text has any effect."""
         searches = self.method != "rtn" or self.scale_search != "none" or self.is_mixed
         return self.float_kind is None and searches
+
+    @property
+    def calibrates_cache(self) -> bool:
+        """Whether the scales of the cache come from calibration text."""
+        return self.kv_cache in CALIBRATED
 
     @property
     def needs_float_inputs(self) -> bool:

@@ -50,9 +50,9 @@ def full_float32() -> Iterator[None]:
 def _switch_off() -> Callable[[], None]:
     """Switch to full float32; returns a function that restores the settings.
 
-    Torch has old switches (`allow_tf32`, `set_float32_matmul_precision`) and a setting for each op, and raises when an
-    old one is read that disagrees with those of its ops. So the old ones are set if they can be read, which sets their
-    ops, and then the ops that still round.
+    torch has old switches (`allow_tf32`, `set_float32_matmul_precision`) and newer settings for each op. Reading an old
+    switch raises an error if the settings of its ops disagree. So the old ones are set where they can be read, which
+    also sets their ops; after that the remaining ops are set.
     """
     before = {op: _precision(op) for op in _OPS}
     allows_tf32, product = _readable(torch._C._get_cudnn_allow_tf32), _readable(torch.get_float32_matmul_precision)

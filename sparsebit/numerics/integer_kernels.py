@@ -2,7 +2,7 @@
 
 Fake-quant in float32 and the same layer in integers differ by some 1e-6 of a step. If that decides a rounding, one
 code changes, the next layer's sums change with it, and after a few layers the two are as far apart as 0.5 % of the
-output range (the float32 and the float64 simulation of one ResNet-18 are, too). So the arithmetic is that of the
+output range. (So are the float32 and the float64 simulation of one ResNet-18.) So the arithmetic here is that of the
 kernels: exact sums, one multiplication in float32, one rounding.
 """
 

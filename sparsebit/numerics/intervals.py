@@ -50,9 +50,10 @@ def mean_margin(differences: Tensor, confidence: float = 0.95) -> float:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's t distribution, by Hill's expansion around the normal one; exact for 1 and 2.
+    """The quantile of Student's t distribution with `freedom` degrees of freedom, exact for 1 and 2.
 
-    Of more, it is a little too small: for 95 % confidence by 0.8 % of 3 degrees of freedom, by 0.02 % of 9.
+    For more it is Hill's expansion around the normal distribution, which is a little too small: for 95 % confidence by
+    0.8 % with 3 degrees of freedom, by 0.02 % with 9.
 
     >>> round(student_quantile(0.975, 10), 2), round(student_quantile(0.975, 1000), 2)
     (2.23, 1.96)

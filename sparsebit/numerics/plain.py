@@ -1,8 +1,8 @@
 """Fake-quant in few passes over memory, for devices without kernels: equal to `reference`, bit by bit.
 
 Passes are elementwise and in place, because memory traffic is the cost. A scale stays a tensor even when it is one
-number: torch wraps a Python number more slowly (5 us) than it runs a small kernel, and on a GPU it would not truly
-divide by one but multiply with its reciprocal.
+number, for two reasons: torch needs longer to wrap a Python number (5 us) than to run a small kernel, and on a GPU it
+would multiply by the number's reciprocal, which rounds differently from a division.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str)
     """Raise for numbers that `backend` cannot run for any kind of tensor; the message contains the site's name."""
     if backend not in BACKENDS:
         raise BackendError(f"backend {backend!r} at {site}: allowed: {', '.join(BACKENDS)}")
+    # The kind of tensor is not known here, so any of the three rules may allow the format.
     rules = [getattr(BACKENDS[backend], name) for name in ("weight", "activation", "weight_only")]
     if not any(
         spec.bits in rule.bits

@@ -1,8 +1,8 @@
 """`TensorSpec`: the format of a low-bit tensor, and which of its elements share a scale.
 
-A granularity says which elements share a scale. `to_rows` puts them into one row each, and everything that has one
-number per scale (ranges, scales, zero points) is flat, in the order of these rows. Specs are frozen; `replace` checks
-the changed copy like any other.
+A granularity says which elements share a scale. `to_rows` puts the elements of each scale into one row, and everything
+that has one number per scale (ranges, scales, zero points) is a flat tensor in the order of these rows. Specs are
+frozen; `replace` returns a changed copy, which is checked like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""`Grid`: the values that a weight may take, with a scale for any set of its elements; `Lines`: the same by columns."""
+"""`Grid`: the values that a weight may take, with a scale for any set of its elements; `Lines`: the same by columns.
+
+GPTQ and scale searches (`rounding/*_math.py`) work on these, for every granularity alike. `Grid` looks a scale up by
+the element's index. `Lines` is for loops over columns of a transposed weight: the columns that share a scale within a
+row are a set, and whole lines of scales are gathered at once. `Spread` has the scale of every element of some columns.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from sparsebit.errors import ConfigError
 
 Effort = Literal["fast", "good", "best"]
 
-# The algorithms that each one adds to a config, instead of its ALGORITHMS, if weights have fewer than 8 bits. With 8
-# bits there is hardly anything to gain, and on little data something to lose.
+# The ALGORITHMS of each effort. They are only used if some weights have fewer than 8 bits: with 8 bits there is hardly
+# any accuracy to gain, and rounding that is fitted to little data can lose some.
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}},),
@@ -34,7 +34,7 @@ def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
         raise ConfigError(f"effort={effort!r}: allowed: {', '.join(LADDERS)}")
     if config.ALGORITHMS:
         names = ", ".join(step.name for step in config.ALGORITHMS)
-        raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")
+        raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS, too ({names}): give one of the two")
     if effort == "fast":
         return config
     changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort]) if _has_few_bits(config) else []]

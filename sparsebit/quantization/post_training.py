@@ -1,4 +1,9 @@
-"""`quantize`: post-training quantization in one call."""
+"""`quantize`: post-training quantization in one call.
+
+The steps: build a `QuantModel` on the first batch, calibrate it on all batches, measure or apply the placement, run the
+`ALGORITHMS` of the config. The order matters: the placement decides which weights are quantized at all, and the
+algorithms then round exactly these. The given model is never changed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ from sparsebit.records.phases import note_calibration, phase
 
 log = logging.getLogger(__name__)
 
-# With fewer, the extremes of single samples are the ranges of all activations.
+# With fewer samples, the extremes of single samples set the ranges of all activations, which is worth a warning.
 FEWEST_SAMPLES = 8
 
 
@@ -93,12 +98,13 @@ def quantize(
 
 
 def _without_data(model: nn.Module, qconfig: QuantConfig, needs: str) -> QuantModel:
-    """`needs`: an argument that needs data, if there is one."""
+    """Quantize without calibration data. `needs`: the argument of `quantize` that needs data, or an empty string."""
     if qconfig.ALGORITHMS or needs:
         needs = needs or f"the ALGORITHMS of the config ({', '.join(step.name for step in qconfig.ALGORITHMS)})"
         raise CalibrationError(f"no calibration batches were given, and {needs} need some")
     with phase("capture"):
         qmodel = QuantModel(model, qconfig)
+    # Ranges that only forwards can show: activations, and weights that the forward computes.
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "activation"]
     if waiting:
         shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")
@@ -121,7 +127,9 @@ def _without_data(model: nn.Module, qconfig: QuantConfig, needs: str) -> QuantMo
 def _calibrated(
     model: nn.Module, qconfig: QuantConfig, first: Any, every: Iterable[Call], *, total: int | None, asym: bool
 ) -> QuantModel:
-    """`first`: the batch that the model is captured with; `every`: the calls of all batches, of that one too."""
+    """Build and calibrate. `first`: the batch that the model is captured with; `every`: the calls of all batches,
+    including the first.
+    """
     with phase("capture"):
         qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)

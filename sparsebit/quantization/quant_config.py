@@ -61,7 +61,7 @@ def _with_implied_steps(config: QuantConfig) -> QuantConfig:
     return config.replace("ALGORITHMS", [*entries, {"reconstruct": {"METHOD": "adaround"}}])
 
 
-# Applied by every function that accepts a config.
+# The name that functions use which accept a config in any form: it reads better there than "parse".
 as_qconfig = parse_qconfig
 
 
@@ -83,6 +83,6 @@ def require_device(config: QuantConfig) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(config.DEVICE.partition(":")[2] or 0) >= count:
         raise ConfigError(
-            f"DEVICE={config.DEVICE}: torch sees {count or 'no'} GPU here; set DEVICE: cpu, or take the key out of the "
-            'config; of a saved model, QuantModel.load(..., device="cpu")'
+            f"DEVICE={config.DEVICE}: torch sees {count or 'no'} GPU here; set DEVICE: cpu, or remove the key from the "
+            'config; for a saved model, QuantModel.load(..., device="cpu")'
         )

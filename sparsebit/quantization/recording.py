@@ -1,4 +1,10 @@
-"""`record`: turns a quantized model and the results of verbs into one `RunRecord`."""
+"""`record`: turns a quantized model and the results of verbs into one `RunRecord`.
+
+A `RunRecord` is plain data that becomes JSON; reports and comparisons read it. Each result (an error profile, a parity
+check, an audit) has one section. The model is identified by two SHA-256 digests: of its architecture (names, shapes and
+dtypes of its tensors), and of its numbers (weights, scales and config). `file_record` and `float_record` are the same
+for an ONNX file without a model, and for a model that was exported unquantized.
+"""
 
 from __future__ import annotations
 
@@ -116,19 +122,19 @@ def with_run(made: RunRecord, run: Measured | None, warnings: tuple[str, ...]) -
 
 
 def model_facts(qmodel: SimulatedModel, name: str | None = None) -> ModelFacts:
-    """Identifies the model: by its architecture, and by the numbers of its quantization."""
+    """The identity of a quantized model: digests of its architecture, and of its weights, scales and config."""
     model = qmodel.original
     config = qmodel.config.to_dict(defaults=True)
     config.pop("DEVICE")  # the device is not part of the model's identity
     sites = {quantizer.name: quantizer.describe() for quantizer in qmodel.quantizers() if not quantizer.fake_fused}
-    # Whether quantization is on is not a property of the model.
+    # The extra state of a quantizer holds its switches; a model is the same with quantization on or off.
     switches = {f"{path}._extra_state" for path, module in qmodel.named_modules() if isinstance(module, Quantizer)}
     tensors = {key: value for key, value in gather_shards(qmodel.state_dict()).items() if key not in switches}
     return _facts(model, name, _checksum(tensors, config, sites))
 
 
 def float_facts(model: nn.Module, name: str | None = None) -> ModelFacts:
-    """Identifies a float model."""
+    """The identity of a float model."""
     return _facts(model, name, _checksum(gather_shards(model.state_dict()), "float"))
 
 
@@ -150,7 +156,7 @@ def _checksum(tensors: Mapping[str, Any], *values: object) -> str:
     for key, value in sorted((key, value) for key, value in tensors.items() if isinstance(value, Tensor)):
         digest.update(f"\n{key} {tuple(value.shape)} {value.dtype} ".encode())
         plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        if plain.nbytes:  # computed without numpy, which is an optional package
+        if plain.nbytes:  # read through ctypes, because numpy is an optional package
             digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
     return digest.hexdigest()
 

@@ -59,7 +59,7 @@ class ParameterRecord:
 class Coverage:
     """The quantized and the float layers, with reasons. `notes`: properties of the capture that a user may not expect.
 
-    `parameters`: every one of the model, including biases and norms; those that a fold removed are no longer included.
+    `parameters`: all of the model, including biases and norms, but not those that were folded into others.
     """
 
     quantized: tuple[QuantizedLayer, ...] = ()
@@ -94,7 +94,7 @@ class Coverage:
         return f"{share:.1f} % of {self.num_parameters:,} parameters quantized, {100 - share:.1f} % float; {sizes}"
 
     def sizeable_floats(self, above: float = 0.01) -> list[str]:
-        """Float parameters that are more than `above` of all, by reason: the share, the names, the reason.
+        """The reasons for which more than `above` of all parameters are float: the share, the names, the reason.
 
         Names that differ only in numbers are merged: `layers.*.experts.down_proj`.
         """

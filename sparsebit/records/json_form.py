@@ -119,7 +119,7 @@ def _items(arguments: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 
 
 def _checked_plain(value: Any, path: str) -> Any:
-    """Check values without type hints (a config); raises if JSON would not restore them."""
+    """A value without a type hint (a config) in JSON form; raises if JSON would not restore it."""
     if isinstance(value, Mapping):
         return {str(key): _checked_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):

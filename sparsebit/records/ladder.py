@@ -1,4 +1,7 @@
-"""`Ladder`: what `sparsebit.compress` tried, how each candidate was judged, and which one it chose."""
+"""`Ladder`: the candidates that `sparsebit.compress` tried, how each was judged, and which one it chose.
+
+Plain data for `ladder.json`, from which a stopped search continues: a new or renamed field needs a new `VERSION`.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a file costs. `num_bytes`: on disk. `milliseconds`, `latency`: a call's time, and over that of the float
-    file, timed in turns; None if the target is not run here. `macs`: multiplications of one call; 0 if not counted.
-    `bits`: of a weight of a language model, with its scales.
+    """The cost of a file. `num_bytes`: on disk. `macs`: multiplications of one call; 0 if not counted.
+
+    `milliseconds`: the time of a call, `latency`: that time over the float file's, measured in turns; None if the
+    target does not run here. `bits`: of a weight of a language model, with its scales.
     """
 
     num_bytes: int
@@ -62,7 +66,7 @@ class Cost:
 class LadderStep:
     """One candidate. `rung`: the function that proposed it, `why`: for which reason. `folder`: relative to the run.
 
-    `recipe`: what makes it (`config` as YAML, `placement`, `sparsity`), as `Recipe.to_dict` returns it.
+    `recipe`: how it is made, as the `to_dict` of its recipe returns it (of a network: `config`, `placement`, ...).
     `parity`: the verdict of the comparison of the file with the simulation. `fault`: why the candidate failed.
     """
 
@@ -82,7 +86,7 @@ class LadderStep:
 
 @dataclass(frozen=True)
 class LadderGoal:
-    """What was asked. `max_loss`: None without a limit. `budget`: limits of `latency`, `bytes`, `macs` or `bits`.
+    """The user's goal. `max_loss`: None without a limit. `budget`: limits of `latency`, `bytes`, `macs` or `bits`.
 
     A limit up to 1 is a share of the float file's; a larger one is absolute (milliseconds, bytes, multiplications).
     `prefer`: what is made small within these limits; `loss` if a budget was given.

@@ -1,8 +1,8 @@
 """Merges two records of one model: newly filled sections replace older ones, the rest is kept.
 
-A record is about one model and one file of it. A newer record of another model or file is an error, since its figures
-do not belong to the older ones, unless the newer run made that model or file itself. Then the older sections that
-describe the former model or file are left out.
+A record is about one model and one file of it. A newer record of another model or file is an error, because its numbers
+would not belong to the older ones. The exception is a newer run that made that model or file itself: then the sections
+about the former model or file are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     """Merge both; a RecordError if they are of different models or files. `source`: the old one's name in messages."""
     made = {thing for run in new.runs for thing in run.made}
     check_same_architecture(old, new, source)
-    if fault := _strangers(old, new, made):
+    if fault := _mismatch(old, new, made):
         raise RecordError(f"{source} is of {fault}; use another record file, or what this one was made for")
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
         return Merged(new, old.sections)
@@ -57,8 +57,8 @@ def _is_other_file(old: RunRecord, new: RunRecord) -> bool:
     return new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256)
 
 
-def _strangers(old: RunRecord, new: RunRecord, made: Collection[str]) -> str:
-    """The model or the file that the old record is about, if it has nothing to do with the new one; else empty."""
+def _mismatch(old: RunRecord, new: RunRecord, made: Collection[str]) -> str:
+    """The model or file of the old record, if the new record is not about it; empty if they belong together."""
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
         what = f"another quantized {old.model.module_type} ({old.model.name})"
         return "" if "model" in made else f"{what}: its config, weights or scales differ from those of this model"

@@ -44,7 +44,7 @@ class PackedLayer:
 class PackedModel:
     """The result of a quantization. Sizes in bytes of all weights in the files; `bits_per_weight`: with scales.
 
-    `measured_on`: whose errors the layers have: `outputs` on calibration text, or `weights` if there was none.
+    `measured_on`: the errors of layers are those of `outputs` on calibration text, or of `weights` if there was none.
     `num_windows`: of calibration text.
     """
 
@@ -93,7 +93,7 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class PrunedModel:
-    """What `sparsebit prune` measured, in `channels.json`. `graph`: of the smaller model; empty if not captured.
+    """The measurements of `sparsebit prune`, in `channels.json`. `graph`: of the smaller model; empty if not captured.
 
     `milliseconds`: of the dense and of the smaller model, one sample in a float file, one thread, in `runtime`; None if
     it was not measured. `latency`: the ratio of both, measured in turns. `output_sqnr_db`: of the smaller model against

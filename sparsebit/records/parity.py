@@ -11,11 +11,11 @@ from typing import Any
 class Tolerance:
     """How much the outputs of a file may differ from the simulation.
 
-    Both round; if a float op in between decides a rounding the other way, the two drift apart until they differ as
-    much as quantized and float do. That is allowed: `noise_margin_db` below the SQNR of the simulation against float,
-    or `sqnr_db` if that is lower. `top1`: the share of samples with the same largest output, among those that the
-    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit. `min_sqnr_db`: a
-    limit that no noise lowers; None: none.
+    File and simulation both round. A float op in between may differ in its last digit and turn one rounding the other
+    way; from there both drift apart, at most as far as the quantized model is from float. So the SQNR may be
+    `noise_margin_db` below that of the simulation against float, or `sqnr_db` if that is lower. `top1`: the share of
+    samples with the same largest output, among those that the drift cannot decide. `max_difference`: as a share of the
+    output's range; None: no limit. `min_sqnr_db`: a lower limit regardless of the noise; None: no limit.
 
     `exact`: True: every output bit by bit; False: within the limits above; None: bit by bit wherever the simulation has
     the runtime's own arithmetic, and within the limits after float ops. `allow_nan`: accept NaN that is on both sides.
@@ -65,11 +65,8 @@ class OutputParity:
         return fault and f"output {self.name}: {fault}"
 
     def _fault(self, tolerance: Tolerance, against: str) -> str:
-        sqnr, least, largest = (
-            f"SQNR {self.sqnr_db:.1f} dB against {against}",
-            tolerance.min_sqnr_db,
-            self.max_difference,
-        )
+        sqnr = f"SQNR {self.sqnr_db:.1f} dB against {against}"
+        least, largest = tolerance.min_sqnr_db, self.max_difference
         if self.num_apart or not math.isfinite(self.mean_difference):
             return f"{self.num_apart} values are NaN or infinite in the file or in {against}, not in both"
         if self.num_nan and not tolerance.allow_nan:
@@ -83,7 +80,7 @@ class OutputParity:
         limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)
         if self.sqnr_db < limit:
             return f"{sqnr}; {limit:.1f} dB is needed"
-        # One sample is not enough for a share.
+        # With n samples, one that differs is 1/n: it must not fail the check alone.
         if self.top1 is not None and self.top1 < min(tolerance.top1, 1 - 1 / max(self.num_samples, 1)):
             return f"top-1 agrees on {self.top1:.1%} of the samples; {tolerance.top1:.1%} is needed"
         if tolerance.max_difference is not None and largest > tolerance.max_difference:

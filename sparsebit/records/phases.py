@@ -22,7 +22,7 @@ EXPORT = "export"
 
 
 class Measured:
-    """The time that a run has taken so far. It belongs only to the block that measures."""
+    """The time that a run has taken so far, by phase; `measured` makes one for its block."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb

@@ -1,7 +1,8 @@
 """`RunRecord`: all facts of one quantized model, in one versioned JSON file.
 
-Each verb fills its own sections; unfilled ones are absent. `runs` lists which verb filled which sections,
-when, how long it took and on which machine.
+Each verb fills its own sections; unfilled ones are absent. `runs` lists which verb filled which sections, when, how
+long it took and on which machine. The sections are the dataclasses of this folder, written and read by their type hints
+(`json_form.py`), so every change of a field changes the file: see `VERSION`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One quantized model: its identity, origin, losses and speed. None or empty: no verb filled it.
+    """One quantized model: its identity, origin, losses and speed. A section is None or empty until a verb fills it.
 
     `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
     separate section. `graph`: all layers and what each reads. `coverage`: the result after calibration, and every

@@ -2,7 +2,7 @@
 
 A table of rules, each a function of one quantized tensor. Thresholds are where the effect is known to matter: below
 `GOOD_DB` a tensor's error is visible in most networks, a range that one channel sets alone wastes three bits, and so
-on. Rules look at recorded numbers only, so a cause is likely rather than proved: what to try is the proof.
+on. Rules look at recorded numbers only, so a cause is likely, not proved; the user finds out by trying the remedy.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable
 
 from sparsebit.report.page_data import HEIGHTS, Cause, Layer, Tensor
 
-GOOD_DB = 30.0  # from here on, no cause is looked for: 8 bits of a normal distribution reach about 40 dB
-_DOMINANT = 8.0  # the largest channel over the median one: the others have 3 bits less
-_CLIPPED = 0.005  # of the values: a calibrated range leaves out less than 0.1 %
+GOOD_DB = 30.0  # no cause is sought above it; 8 bits of a normal distribution reach about 40 dB
+_DOMINANT = 8.0  # the largest channel over the median one: at 8, the median channel loses 3 bits
+_CLIPPED = 0.005  # a share of the values; a calibrated range clips less than 0.1 %
 _TAIL_BINS = 0.5  # the share of the range that hardly any value uses
-_APART = 4.0  # ranges of two summands: the smaller one has 2 bits less
+_APART = 4.0  # the ratio of the ranges of two summands: at 4, the smaller one loses 2 bits
 _FEW_BITS = 4
 
 Rule = Callable[[Tensor], Cause | None]
 
 
 def causes_of(layer: Layer) -> tuple[Cause, ...]:
-    """Why it is in float, then for each tensor with a visible error the first rule that fits."""
+    """Why the layer is in float, then the first rule that fits each tensor with a visible error."""
     found: list[Cause] = []
     if layer.why_float and layer.arithmetic in ("float", "unknown"):
         found.append(Cause(f"It is computed in float: {layer.why_float}.", _sentence(layer.remedy)))
@@ -42,7 +42,7 @@ def _clipped(tensor: Tensor) -> Cause | None:
 
 
 def _dominated(tensor: Tensor) -> Cause | None:
-    """One channel is much larger than most, and there is one scale for all."""
+    """One channel is much larger than most, and all share one scale."""
     ratio = _spread(tensor.peaks)
     if ratio is None or ratio < _DOMINANT or (tensor.num_scales or 0) != 1:
         return None
@@ -58,7 +58,7 @@ def _dominated(tensor: Tensor) -> Cause | None:
 
 
 def _few_values(tensor: Tensor) -> Cause | None:
-    """Most of the range is there for hardly any value."""
+    """Hardly any value lies in most of the range."""
     used = None if tensor.float_bins is None else _used_share(tensor)
     if used is None or used > 1 - _TAIL_BINS:
         return None

@@ -1,4 +1,4 @@
-"""A `Page` as one HTML file that loads nothing: style, script and data are in it, and its policy allows only these.
+"""A `Page` as one HTML file that loads nothing: it contains style, script and data, and its policy allows only these.
 
 Names of layers and other texts of records reach the page only as packed JSON in a block that is not executed; the
 script writes them as text, never as markup. Packed, because a layer's histograms and scales are 2 kB of text.
@@ -63,5 +63,5 @@ def _asset(name: str) -> str:
 
 
 def _sha256(text: str) -> str:
-    """How a policy names an inline block."""
+    """The form in which a Content-Security-Policy names an inline block."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

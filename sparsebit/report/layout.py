@@ -1,13 +1,13 @@
-"""Places the layers of a graph in nested boxes of modules: positions for the page, which computes none.
+"""Places the layers of a graph in nested boxes of modules. The page draws at these positions and computes none itself.
 
 A layered layout: in every module, a part's row is the longest path to it, and parts of one row are sorted by the
 average place of what they read. Long columns are broken, as in a newspaper, so that a model of a hundred blocks is
-about as wide as high. A module's box has the same place whether it is drawn folded or open, so that opening one moves
-nothing, and the page decides by the size on the screen.
+about as wide as high. A module's box has the same place whether it is drawn folded or open, so opening one moves
+nothing.
 
-Our own code, because the libraries for this are a poor fit: networkx has layers but neither nested boxes nor an order
-of crossings without numpy, grandalf is unmaintained and takes seconds for 1,000 nodes, and Graphviz is a program.
-Time grows with the number of edges times the depth of modules; 3,000 layers take about 0.1 s.
+The code is our own because no library fits: networkx has layers but neither nested boxes nor fewer crossings without
+numpy, grandalf is unmaintained and takes seconds for 1,000 nodes, and Graphviz is a program of its own. Time grows with
+the number of edges times the depth of modules; 3,000 layers take about 0.1 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 148, 44  # of a layer
 _GAP_X, _GAP_Y = 18, 26
 _PAD, _TITLE = 14, 32  # around the parts of a module, and above them
 _ASPECT = 1.7  # width over height of a module
-_MOST_PARTS = 90  # of one module; more are put into boxes of consecutive parts
+_MOST_PARTS = 90  # in one module; more parts are grouped into boxes of consecutive ones
 _SWEEPS = 4
 
 
@@ -151,7 +151,7 @@ def _place(group: _Group, edges: dict[int, list[tuple[int, int]]], places: dict[
 
 
 def _rows(count: int, edges: list[tuple[int, int]]) -> list[list[int]]:
-    """Parts by the longest path to them. Edges against the order of the layers, as of loops, do not count."""
+    """Rows of parts: the row is the longest path to the part. Edges against the order of the layers are ignored."""
     before: list[set[int]] = [set() for _ in range(count)]
     for source, target in edges:
         if source < target:
@@ -166,6 +166,7 @@ def _rows(count: int, edges: list[tuple[int, int]]) -> list[list[int]]:
     for target, sources in enumerate(before):
         for source in sources:
             after[source].add(target)
+    # Fewer crossings (barycenter method): each part moves to the mean place of its neighbours, down and up in turns.
     for sweep in range(_SWEEPS):
         near = before if sweep % 2 == 0 else after
         place = {part: float(index) - len(row) / 2 for row in rows for index, part in enumerate(row)}
@@ -188,7 +189,7 @@ def _columns(rows: list[list[int]], sizes: list[tuple[int, int]]) -> list[list[l
     heights = [max(sizes[part][1] for part in row) + _GAP_Y for row in rows]
     widths = [_row_width(row, sizes) + 2 * _GAP_X for row in rows]
     total, widest = sum(heights), max(widths)
-    # Two rows beside each other would save nothing and hide which is first.
+    # At least three rows per column: shorter columns would save no height and hide which row comes first.
     count = min(max(1, round(math.sqrt(_ASPECT * total / widest))), math.ceil(len(rows) / 3))
     columns: list[list[list[int]]] = [[]]
     used = 0

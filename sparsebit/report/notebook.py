@@ -12,7 +12,7 @@ _CELL = "text-align:left;padding:2px 12px 2px 0"
 
 
 def fragment(run: Run) -> str:
-    """What `_repr_html_` returns."""
+    """The HTML for `_repr_html_`."""
     state = "" if run.met is None else ", goal met" if run.met else ", goal not met"
     parts = [f"<p><b>{_text(run.name)}</b>: {_text(run.kind + state)}</p>"]
     parts += [f"<p>{_text(text)}</p>" for text in (run.reason,) if text]

@@ -217,7 +217,7 @@ class Page:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON without what is absent; numbers have four digits."""
+    """The value as JSON without absent fields; numbers have four digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if isinstance(value, Tensor):

@@ -1,4 +1,9 @@
-"""The folder of `sparsebit compress` as a run of the page: the ladder, and the layers of the best file."""
+"""The folder of `sparsebit compress` as a run of the page: the goal, the ladder, and the layers of the best file.
+
+`run_of_folder` reads the folder; `run_of_ladder` needs the ladder alone, so a running search can be shown too. The
+layers come from the best candidate's own record (a network) or packed folder (a language model), through the readers
+of those. A ladder's shares are relative to the float file; a budget above 1 is an amount and is converted for the plot.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ def _best(folder: Path, ladder: Ladder) -> Run | None:
 
 
 def run_of_ladder(ladder: Ladder, name: str) -> Run:
-    """What was tried, and what was chosen, without its layers."""
+    """The run without layers: all steps and the choice."""
     best = ladder.step(ladder.best) if ladder.best else None
     cost_name = _cost_name(ladder.goal, ladder.steps)
     limit = ladder.goal.budget.get(cost_name)
@@ -101,7 +106,7 @@ def _amount(name: str, limit: float) -> str:
 
 
 def _cost_name(goal: LadderGoal, steps: tuple[LadderStep, ...]) -> str:
-    """The horizontal axis of the plot: what the search makes small."""
+    """The horizontal axis of the plot: the cost that the search makes small."""
     name = goal.prefer if goal.prefer != "loss" else next(iter(goal.budget), "bytes")
     is_timed = any(step.cost is not None and step.cost.latency is not None for step in steps)
     return "bytes" if name == "latency" and not is_timed else name
@@ -163,7 +168,7 @@ def _python(value: object) -> str:
 
 
 def _short(value: object) -> object:
-    """Without the long lists of a measured placement, which the run's own file has."""
+    """The value with long lists cut: those of a measured placement are complete in the run's own file."""
     if isinstance(value, dict):
         return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list) and len(value) > 12:
@@ -187,7 +192,7 @@ def _accuracy_card(judged: Judgement, ladder: Ladder, *, is_final: bool) -> Card
     change = "better" if judged.loss < 0 else "lost"
     note = f"{abs(judged.loss):.2f}{bound} {judged.unit} {change}, on {judged.num_samples} samples{unseen}"
     allowed = ladder.goal.max_loss
-    # The final judgement is on few new samples: within its bound, the goal counts as kept, as in the search.
+    # The final judgement uses new, fewer samples, so the search accepts a loss within its bound; so does the page.
     is_good = None if allowed is None else judged.loss <= allowed + (judged.bound or 0.0 if is_final else 0.0)
     return Card(*_score_words(judged), None, is_good, note)
 
@@ -234,5 +239,5 @@ def _keeps(limit: float | None, share: float | None, absolute: float) -> bool | 
 
 
 def _time_words(ladder: Ladder) -> str:
-    state = "" if ladder.finished else "; it was stopped, and the same call goes on"
+    state = "" if ladder.finished else "; it was stopped, and the same call continues it"
     return f"the search took {ladder.seconds / 60:.1f} of {ladder.goal.minutes:g} minutes{state}"

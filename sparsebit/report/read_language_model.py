@@ -70,7 +70,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _packed(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """The tensors of each packed layer, by its name and the tensor's own."""
+    """The tensors of each packed layer, by the layer's name and the tensor's own name."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         if match := _PARTS.match(name):
@@ -84,7 +84,7 @@ def _packed(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTe
 def _layers(
     packed: Mapping[str, Mapping[str, StoredTensor]], known: Mapping[str, PackedLayer], record: PackedModel | None
 ) -> tuple[Layer, ...]:
-    """In the order of the record, else in that of the numbers in their names."""
+    """The layers in the order of the record; without one, sorted by name, numbers by value."""
     names = sorted(packed, key=_in_order)
     if set(known) == set(packed):
         names = list(known)
@@ -171,7 +171,7 @@ def _rounding_table(known: Mapping[str, PackedLayer]) -> list[Table]:
         if ours is not None and nearest is not None:
             rows.append((one.name, one.bits, ours, nearest, ours - nearest))
     columns = ("layer", "bits", "SQNR dB", "rounded to nearest dB", "gained dB")
-    note = "Of the layer's output, on the calibration text. To nearest: with scales that cover the whole range."
+    note = "SQNR of the layer's output on the calibration text; to nearest, with scales that cover the whole range."
     return [Table("What rounding gained", columns, tuple(rows), note)] if rows else []
 
 
@@ -220,19 +220,13 @@ def _notes(record: PackedModel | None, config: Mapping[str, Any], layers: tuple[
     if record.num_windows:
         notes.append(f"calibrated on {record.num_windows} windows of text")
     if any(layer.inputs for layer in layers):
-        notes.append("edges of the graph: the order in which layers run; layers beside each other read the same input")
+        notes.append("edges of the graph: the order in which layers run; layers in one row read the same input")
     if record.measured_on == "weights":
         notes.append("SQNR is that of the weights: no text was given, so errors of outputs are not known")
     return notes
 
 
 def _words(value: Any) -> str:
-    return (
-        "yes"
-        if value is True
-        else "no"
-        if value is False
-        else ", ".join(map(str, value))
-        if isinstance(value, list)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

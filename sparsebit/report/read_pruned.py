@@ -1,4 +1,4 @@
-"""The folder of a pruned model as a run of the page: what each layer has left.
+"""The folder of a pruned model as a run of the page: what remains of each layer.
 
 `sparsebit prune` writes what it measured into the folder; one that `sparsebit.sparse.save` wrote has shapes alone.
 """
@@ -43,7 +43,7 @@ def run_of_pruned(folder: Path, description: dict[str, Any]) -> Run:
 
 
 def _unmeasured(run: Run, tensors: dict[str, StoredTensor]) -> Run:
-    """From the files alone: the sizes of today, without what was before."""
+    """The run from the files alone: the current sizes, without those of the dense model."""
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     layers = tuple(
         Layer(name.removesuffix(".weight"), bytes=tensor.num_bytes, shape=_shape(tensor.shape))

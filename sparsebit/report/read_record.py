@@ -1,4 +1,9 @@
-"""A `RunRecord` as a run of the page: the numbers at the top, its layers, and tables of further facts."""
+"""A `RunRecord` as a run of the page: the numbers at the top, its layers, and tables of further facts.
+
+A record has only the sections that some verb filled, and the same fact may be in several: sizes in the file, the audit
+or the coverage; the error of the outputs measured in torch or by the comparison of the file. Each card takes the first
+one that is there; a fact that no section has is left out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ def run_of_record(record: RunRecord, name: str) -> Run:
 
 
 def _main_audit(audits: tuple[Audit, ...]) -> Audit | None:
-    """The one with timings, with the fewest threads."""
+    """The audit to show: one with timings before one without, then the one with the fewest threads."""
     return min(audits, key=lambda one: (not one.latency, one.num_threads), default=None)
 
 
@@ -65,7 +70,7 @@ def _changed_by(record: RunRecord) -> str:
 
 
 def score_card(found: ScoreFacts) -> Card:
-    """The last score, which is of the file if it was scored, before it the first one, of the float model."""
+    """The last score (of the file, if it was scored), compared with the first one (of the float model)."""
     first, last = found.models[0], found.models[-1]
     unit = f" {found.unit}" if found.unit else ""
     digits = ".2f" if found.unit else ".5g"

@@ -28,7 +28,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         return _run_of(place)
     except RecordError:
         raise
-    # A file of the right form may hold values that no run writes: a negative count, the name of a step that is missing.
+    # A damaged file may still have the right form, with values that no run writes: a negative count, a missing step.
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         fault = f"{type(error).__name__}: {error}".rstrip(": ")
         raise RecordError(f"{path} is damaged: its values do not fit together ({fault}); give {ALLOWED}") from error

@@ -1,8 +1,8 @@
 """The layers of a record for the page, joined from its graph, coverage, error profile and audit.
 
-The sections name layers differently in part: a record's graph has every op, an audit those nodes of the file that are
-layers for the runtime. Layers are joined by name; the nodes of the file that are left are joined with the layers that
-are left if there are as many of one kind of op, in order.
+Some sections name layers differently: a record's graph has every op, an audit only the nodes of the file that the
+runtime runs as layers. Layers are joined by name. The remaining nodes of one kind of op are joined with the remaining
+layers of that kind in order, if there are equally many; otherwise they become layers of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebit.report.causes import causes_of
 from sparsebit.report.page_data import Layer, Tensor, bins, decibels, number_of_bits
 
 _ROLE = re.compile(r"(.*)\.((?:input|weight|output|shared|gate)(?:\..*)?)$", re.DOTALL)
-_SAME_OPS = {  # an op of the graph: what ONNX calls it
+_SAME_OPS = {  # an op of the graph: its names in ONNX
     "linear": ("Gemm", "MatMul"), "mean": ("GlobalAveragePool", "ReduceMean"), "add": ("Add",), "iadd": ("Add",),
     "mul": ("Mul",), "cat": ("Concat",), "matmul": ("MatMul",), "max_pool2d": ("MaxPool",), "max_pool": ("MaxPool",),
     "avg_pool": ("AveragePool", "GlobalAveragePool"), "adaptive_avg_pool2d": ("GlobalAveragePool",),
@@ -45,18 +45,20 @@ def layers_of(record: RunRecord, audit: Audit | None) -> tuple[Layer, ...]:
         for parameter in record.coverage.parameters:
             found.add_bytes(parameter.name, parameter.float_bytes, parameter.bytes)
     _add_formats(found, record)
-    for profile in sorted(record.errors, key=lambda one: one.sync, reverse=True):  # each layer alone counts
+    # `sync` profiles first, because later ones overwrite: the error of a layer quantized alone is the one to show.
+    for profile in sorted(record.errors, key=lambda one: one.sync, reverse=True):
         _add_errors(found, profile, record)
     return found.finished()
 
 
 @dataclass
 class _Layers:
-    """Layers by name, as they are filled."""
+    """Layers by name, while facts are added. `bytes`: of a layer's parameters so far, in float and packed."""
 
     by_name: dict[str, Layer] = field(default_factory=dict)
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def add(self, name: str, op: str = "", inputs: tuple[str, ...] = ()) -> None:
         known = self.by_name.get(name)
@@ -92,12 +94,10 @@ class _Layers:
     def add_bytes(self, parameter: str, float_bytes: int, num_bytes: int) -> None:
         name = parameter.rpartition(".")[0]
         if name in self.by_name:
-            known = self.tensors_bytes.setdefault(name, [0, 0])
-            known[0] += float_bytes
-            known[1] += num_bytes
-            self.change(name, float_bytes=known[0], bytes=known[1])
-
-    tensors_bytes: dict[str, list[int]] = field(default_factory=dict)
+            total = self.bytes[name]
+            total[0] += float_bytes
+            total[1] += num_bytes
+            self.change(name, float_bytes=total[0], bytes=total[1])
 
     def finished(self) -> tuple[Layer, ...]:
         index = {name: place for place, name in enumerate(self.by_name)}
@@ -153,7 +153,7 @@ def _add_errors(found: _Layers, profile: ErrorProfile, record: RunRecord) -> Non
         match = _ROLE.match(error.layer)
         name = error.layer if error.layer in found.by_name or match is None else match[1]
         found.add(name)
-        if (found.by_name[name].sqnr_db is None or name == error.layer) and _tells(error.sqnr_db, profile):
+        if (found.by_name[name].sqnr_db is None or name == error.layer) and _is_of_quantization(error.sqnr_db, profile):
             found.change(name, sqnr_db=decibels(error.sqnr_db))
     for site in profile.sites:
         match = _ROLE.match(site.site)
@@ -165,8 +165,8 @@ def _add_errors(found: _Layers, profile: ErrorProfile, record: RunRecord) -> Non
         found.tensors[name][role] = replace(made, sqnr_db=None) if is_rounded else made
 
 
-def _tells(sqnr_db: float, profile: ErrorProfile) -> bool:
-    """Whether the error is one of quantization: weights that an algorithm has put on the grid lose nothing more."""
+def _is_of_quantization(sqnr_db: float, profile: ErrorProfile) -> bool:
+    """False for the infinite SQNR of weights that an algorithm has already rounded: it hides their real error."""
     return not (profile.changed_by and sqnr_db == math.inf)
 
 

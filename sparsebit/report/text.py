@@ -1,4 +1,4 @@
-"""The essence of a run for a terminal: the numbers at the top, the ladder, the layers that cost most."""
+"""A summary of a run for a terminal: the numbers at the top, the ladder, the layers that cost most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LAYERS = 12
 
 
 def text_of(runs: Sequence[Run]) -> RenderableType:
-    """What `sparsebit report --text` prints."""
+    """The output of `sparsebit report --text`."""
     return Group(*(part for run in runs for part in _parts(run)))
 
 
@@ -82,7 +82,7 @@ def _sqnr(layer: Layer) -> float:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> Table:
-    """Without the columns that are empty in every row."""
+    """A table without the columns that are empty in every row."""
     used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place in used:

@@ -15,7 +15,7 @@ from sparsebit.version import __version__
 
 
 def page_of(runs: Sequence[Run], title: str | None = None) -> Page:
-    """The page of one run, or of several side by side, whose names are made different."""
+    """The page of one run, or of several to compare; equal names get a number."""
     counts = Counter(run.name for run in runs)
     named = [
         run.replace(name=f"{run.name} ({place})") if counts[run.name] > 1 else run for place, run in enumerate(runs, 1)

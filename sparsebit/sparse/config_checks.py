@@ -1,4 +1,4 @@
-"""Whether a sparsity config fits a model: every glob names a layer, and the model has what is to be pruned."""
+"""Whether a sparsity config fits a model: every glob matches a layer, and the model has weights to prune."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def maskable_weights(
 
     `groups`, `blocks`: functions that find them, called only if the config concerns them.
     """
-    layers = [  # of parameters of their own, under every name that they have
+    layers = [  # modules with parameters of their own; a shared module is listed under each of its names
         path
         for path, module in model.named_modules(remove_duplicate=False)
         if ".parametrizations." not in f".{path}"
@@ -43,7 +43,7 @@ def maskable_weights(
     ]
     if config.SPARSER.is_of_blocks:
         found = blocks()
-        # Names that a config may use: of blocks that can be removed, and of those that stay.
+        # SPARE may name removable blocks, spared blocks, and layers.
         check_globs(config, [*(block.name for block in found.blocks), *(one.name for one in found.spared), *layers])
         if not found.blocks:
             spared = _reasons((one.name, one.reason) for one in found.spared)
@@ -55,7 +55,7 @@ def maskable_weights(
     if not config.SPARSER.is_structured:
         if not weights.pruned:
             left = _reasons(weights.left_alone.items(), "left alone")
-            raise ConfigError(f"SPARSER.TYPE: the model has no weights that masks can be for{left}")
+            raise ConfigError(f"SPARSER.TYPE: the model has no weight that can be masked{left}")
         _warn_of_ratios(config, layers, {layer for name in weights.pruned for layer in weights.layers[name]})
         return weights.pruned
     check_groups(config, groups())
@@ -78,12 +78,14 @@ def check_globs(config: SparseConfig, layers: Collection[str]) -> None:
         if not any(matches(glob, name) for name in layers)
     ]
     wrong += without_effect("SPARSER.SPECIFIC", Selector(sparser.SPECIFIC), list(layers))
-    told = ""
+    problems = ""
     for entry in wrong:
         is_part = not entry.behind and any(name.startswith(f"{entry.glob}.") for name in layers)
-        told += f"{entry}" + (f"; {entry.glob!r} holds layers: write {entry.glob + '.*'!r}" if is_part else "") + "\n"
-    if told:
-        raise ConfigError(f"{told}layers with weights: {_listed(layers)}")
+        problems += (
+            f"{entry}" + (f"; {entry.glob!r} holds layers: write {entry.glob + '.*'!r}" if is_part else "") + "\n"
+        )
+    if problems:
+        raise ConfigError(f"{problems}layers with weights: {_listed(layers)}")
 
 
 def _warn_of_ratios(config: SparseConfig, layers: Collection[str], prunable: Collection[str]) -> None:

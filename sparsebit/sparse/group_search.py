@@ -1,4 +1,14 @@
-"""`find_groups`: the channel groups of a model, proved, with a report of what is spared and why."""
+"""`find_groups`: the channel groups of a model, proved, with a report of what is spared and why.
+
+The search analyses one traced run (`channels/`: which channels must be removed together). Then it removes random units
+of every group and compares the smaller model with the masked one (`proof/`). After a failure it tries, in this order:
+another value of an attribute that holds a size (`_repaired`), another way to carry labels through a view or a split
+(`_rechosen`), and sparing the channels that fail (`_spare`). Each of them can happen a limited number of times, so the
+search ends.
+
+Invariant: a returned group was compared on the example, in all scenes and on all forced branches, together with all
+other returned groups. The model is neither changed nor run: all runs are on copies.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +43,10 @@ from sparsebit.sparse.proof.uncalled_layers import scenes_of_uncalled
 from sparsebit.sparse.shrinking.surgery import ChannelPlan
 
 _log = logging.getLogger(__name__)
-_SHARE = 0.5  # of the units that a proof removes, on average
-_SPREAD = 0.3  # of the shares of single groups
+_SHARE = 0.5  # the share of the units that a proof removes, on average
+_SPREAD = 0.3  # how far the share of one group may be from `_SHARE`
 _NUM_DRAWS = 2
-_NUM_REPAIRS = 5  # that are compared where one has carried the run further: two attributes may have the same number
+_NUM_REPAIRS = 5  # repairs that are compared if one helps: two attributes may hold the same number by chance
 _NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
@@ -127,7 +137,7 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
 
 
 def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """A copy to experiment with, which itself is never run; in float64 where the model runs in it."""
+    """A copy for experiments and its call: in float64 if the model runs in it, so that rounding hides no error."""
     probe = probe_copy(model)
     run = watch(copy_model(probe), call)
     if run.error is not None:
@@ -141,7 +151,7 @@ def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
 
 
 def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
-    """The call with the first samples alone, where the model takes them one by one: a proof needs no more."""
+    """The call with its first two samples only, if the outputs then have two rows: a proof needs no more samples."""
     count = num_samples(call, outputs)
     if count <= _NUM_SAMPLES:
         return call
@@ -177,6 +187,7 @@ class _Search:
 
     def choose(self) -> None:
         """Try other options where the channels that pass a choice cannot be removed."""
+        # Twice, because an option of one choice may only help after another choice has changed.
         for _ in range(2):
             before = self.analysis.score()
             for key, num_options in self._blocked():
@@ -189,7 +200,7 @@ class _Search:
                 return
 
     def _blocked(self) -> list[tuple[str, int]]:
-        """Choices all of whose labels are pinned or whole axes."""
+        """The choices that no removable channel passes, and how many options each has; `_rechosen` handles splits."""
         alive = {unit.label for unit in self.analysis.units}
         found: dict[str, tuple[int, bool]] = {}
         for choice in self.analysis.trace.choices:
@@ -201,7 +212,7 @@ class _Search:
         ]
 
     def _spared_unselected(self, bench: Bench, dead: list[Unit]) -> bool:
-        """Pin the channels of a value that differs though the outputs agree: the example does not select it."""
+        """Pin channels of an inner value that differs although the outputs agree: the example does not select it."""
         failure = bench.first_wrong_value(dead, self.rules)
         met = set() if failure is None else failure.labels & {unit.label for unit in self.analysis.units}
         if failure is not None and met:
@@ -216,6 +227,8 @@ class _Search:
     def prove(self) -> None:
         """Compare shrunk with masked until all that is left agrees, in ordinary runs and on forced branches."""
         self._prove_runs()
+        # Forced branches are compared once, when the ordinary runs agree. What they spare changes the analysis, so the
+        # ordinary runs are then proved again.
         for scene in self.paths.scenes:
             bench, dead = self._bench(), self._drawn(0)
             if dead and (failure := bench.compare_in(scene, dead, self.rules)):
@@ -228,6 +241,7 @@ class _Search:
             bench, dead = self._bench(), self._drawn(draw)
             failure = bench.compare(dead, self.rules)
             if failure is None:
+                # Inner values are compared for the first draw only: that takes two more runs of the model.
                 draw += 0 if draw == 0 and self._spared_unselected(bench, dead) else 1
             elif not self._repaired(bench, dead, failure) and not self._rechosen(failure, draw):
                 self._spare(failure, dead)
@@ -236,6 +250,7 @@ class _Search:
         """Find channels that cannot leave activations but can still leave layers, and prove those too."""
         analysis = self.analysis
         first = {(axis.tensor, axis.dim): axis.first for axis in analysis.sets.axes}
+        # Sets may have been joined since these units were pinned, so their labels are looked up again.
         unproved = [
             (replace(unit, label=analysis.sets.find(first[unit.members[0][:2]] + unit.members[0][2][0])), reason)
             for unit, reason in self.unproved
@@ -296,10 +311,10 @@ class _Search:
         return best
 
     def _rechosen(self, failure: Failure, seed: int) -> bool:
-        """Take another option of a choice that the failing channels pass, where that carries the run further.
+        """Take another option of a choice that the failing channels pass, if the run then gets further.
 
-        So the parts of a split come to lose the same places, and a shuffle comes to lose whole places of its parts. An
-        attribute may have to follow at the same time: half of a width is the size of one of two equal parts.
+        This is how the parts of a split lose the same places, and how a shuffle loses whole places of its parts. A size
+        attribute may have to change at the same time: half of a width is the size of one of two equal parts.
         """
         sets = self.analysis.sets
         failing = set(self.analysis.atoms(failure.labels & {unit.label for unit in self.analysis.units}))
@@ -311,9 +326,11 @@ class _Search:
                     continue
                 self.tried.add((choice.key, option))
                 options = {**self.options, choice.key: option}
+                # `_drawn` and `_bench` read `self.analysis`, so the option is set there and taken back if it does not
+                # help.
                 before, self.analysis = self.analysis, self._analyse(options)
                 dead, rules = self._drawn(seed), None
-                # An option that pins what fails is no remedy: it would only spare it, in all modules of the class.
+                # An option that pins the failing channels is not a repair: it spares them in all modules of the class.
                 if dead and not failing.isdisjoint(self.analysis.atoms(unit.label for unit in self.analysis.units)):
                     bench = self._bench()
                     found = bench.compare(dead, self.rules)
@@ -323,6 +340,7 @@ class _Search:
                         rules = self._better_rules(bench, dead, found, failure.position)
                 if rules is not None:
                     self.options, self.rules = options, rules
+                    # A size attribute that could not be repaired with the old labels may be repaired with the new ones.
                     self.hopeless.clear()
                     return True
                 self.analysis = before
@@ -334,6 +352,9 @@ class _Search:
         alive = {unit.label for unit in self.analysis.units}
         bench, groups = self._bench(), self.analysis.groups
         guilty = guilty_units(bench, self.rules, groups, set(failure.labels & alive), dead)
+        # The labels that meet at a failure do not show the cause if the failure is in another scene (it has no labels),
+        # if none of them was removed, or if sparing them before did not move the failure. Then groups are tried one by
+        # one.
         if failure.scene is not None or gone.isdisjoint(guilty) or failure.position in self.spared_at:
             blamed, self.rules = failing_groups(bench, self.rules, groups, dead, failure.scene)
         else:
@@ -350,6 +371,7 @@ class _Search:
         for reason in sorted(set(blamed.values())):
             _log.debug("spared: %s", reason)
             labels = [label for label, own in blamed.items() if own == reason]
+            # Pins name atoms, not labels: every analysis numbers its labels anew.
             pins = dict.fromkeys(self.analysis.atoms(labels), f"not proved: {reason}")
             self.pins = pins | self.pins
             self.analysis.pin(pins)
@@ -357,6 +379,8 @@ class _Search:
     def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis
         unproved = {unit.members: reason for unit, reason in self.unproved}
+        # Channels that failed in activations but leave layers are removable, so the report does not list them as
+        # spared.
         widened = {
             (*entry[:2], unproved[unit.members])
             for group in self.wide.groups

@@ -58,7 +58,7 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the pruned model, the dense one, the mean of the norm that alone reads its output, and its mask."""
+    """A layer in both models. `running_mean`: of the norm that is the only reader of its output, if there is one."""
 
     name: str
     pruned: nn.Module
@@ -160,6 +160,7 @@ class _Session:
         own = {**dict(self.pruned.named_parameters()), **dict(self.pruned.named_buffers())}
         for name, tensor in itertools.chain(graph.named_parameters(), graph.named_buffers()):
             target = own.get(source_path(name))
+            # Counters of batches are not copied: they are integers, and no fit has changed them.
             if target is not None and target.shape == tensor.shape and target.is_floating_point():
                 target.copy_(tensor)
 
@@ -213,6 +214,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     H, C = moments.hessian(centered=has_shift), moments.cross(centered=has_shift)
     W = form.matrix(layer.dense.get_parameter("weight")).to(H)
     M = form.matrix(layer.masks["weight"]).to(H.device) if "weight" in layer.masks else torch.ones_like(W).bool()
+    # The damping is chosen on held-out data: fitted on one half of the batches, judged on the other.
     sides = [(half.hessian(centered=has_shift), half.cross(centered=has_shift)) for half in halves if half.num_rows]
     damping = held_out_damping(W, M, sides) if len(sides) > 1 else _DAMPING
     before = form.matrix(weight).to(H)
@@ -223,6 +225,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     if bias is not None:
         wanted = layer.dense.get_parameter("bias") + shift.to(bias)
         bias.copy_(wanted * layer.masks["bias"] if "bias" in layer.masks else wanted)
+    # Without a bias the norm after the layer absorbs the mean error: it subtracts a mean that is smaller by `shift`.
     elif layer.running_mean is not None and layer.dense_running_mean is not None:
         layer.running_mean.copy_(layer.dense_running_mean - shift)
     live = M.any(-1)
@@ -251,6 +254,7 @@ def _moments(layer: _Layer, inputs: Inputs) -> tuple[tuple[InputMoments, InputMo
             step = max(1, rows // max(layer.max_rows, 8 * W.shape[-1]))
         parts = zip(layer.form.patches(x, step), layer.form.patches(original, step), strict=True)
         for patches, others in parts:
+            # Batches alternate between the halves, so that data that is sorted (by class, by time) is in both.
             halves[index % 2].add(patches, others)
             energy += (others.to(dtype) @ W.mT).square().sum(1, dtype=torch.float64)
     merged = (InputMoments(dtype), InputMoments(dtype))

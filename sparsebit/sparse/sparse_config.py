@@ -1,4 +1,9 @@
-"""`parse_sconfig`: reads a sparsity config from a YAML file, a dict or YAML text; as strict as quantization configs."""
+"""`parse_sconfig`: a sparsity config from a YAML file, a dict or YAML text, as a frozen `SparseConfig`.
+
+The schema works like that of quantization configs (`config/section.py`): all wrong keys and values are named in one
+ConfigError. Checks that need the config alone are here (`SparseConfig._faults`); checks that need the model are in
+`config_checks.py`. `ratio_of` is the one place that decides the ratio of a layer.
+"""
 
 from __future__ import annotations
 
@@ -141,6 +146,7 @@ class SparseConfig(Section):
         names = (layers,) if isinstance(layers, str) else layers
         if any(matches_any(self.SPARSER.SPARE, name) for name in names):
             return 0.0
+        # The first entry of SPECIFIC that matches any of the group's layers decides, whichever layer it matches.
         places = sorted(place for name in names for place in self._selector.matching(name)[:1])
         pattern = n_of_m(self.SPARSER.GRANULARITY)
         ratio = 1 - pattern[0] / pattern[1] if pattern else self.SPARSER.RATIO

@@ -1,4 +1,12 @@
-"""`SparseModel`: the steps of pruning a model: find what can be removed, score, mask, train, shrink."""
+"""`SparseModel`: one model through all steps of pruning: find what can be removed, score, mask, train, shrink.
+
+`calc_params` makes the masks of one step: `scoring/` scores weights, `selecting/` makes masks of the scores.
+`choose_ratios` finds the ratio of each group under a budget (`budgets/`). `shrink` removes what is masked as a whole
+(`shrinking/`). Groups and blocks are searched on first access, because a search runs the model many times.
+
+Invariant: a masked weight is zero in every forward, in `state_dict()` and in copies (`selecting/weight_masks.py`), and
+the user's model is never changed.
+"""
 
 from __future__ import annotations
 
@@ -105,12 +113,12 @@ class SparseModel(MaskedModule):
             apply_plan(self.model, ChannelPlan(computed=self._folded))
         self._elements = find_element_weights(self.model)
         self._left_alone: dict[str, str] = {}
-        # In a tuple: the user's model is not a part of this one.
+        # In a tuple, so that torch does not register the user's model as a submodule of this one.
         self._given = _Given((model,))
         self.example_inputs = example_inputs
         self._before_add: frozenset[str] = frozenset()
         self._ratios: dict[str, float] = {}
-        self._round_to = 1  # as `choose_ratios` counted
+        self._round_to = 1  # `choose_ratios` sets it; `calc_params` and `shrink` then round to it too
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))
         names = maskable_weights(self.model, self.config, self._elements, lambda: self.groups, lambda: self.blocks)
         self._weights = WeightMasks(self.model, names)
@@ -156,8 +164,8 @@ class SparseModel(MaskedModule):
     def disable_sparse_before_add(self) -> None:
         """Do not prune layers whose outputs are added to others: the channels of residual streams."""
         if self.config.SPARSER.is_of_blocks:
-            told = "name the blocks that are to stay in SPARE"
-            raise ConfigError(f"disable_sparse_before_add: with SPARSER.GRANULARITY={BLOCKS}, {told}")
+            hint = "name the blocks that are to stay in SPARE"
+            raise ConfigError(f"disable_sparse_before_add: with SPARSER.GRANULARITY={BLOCKS}, {hint}")
         self._before_add = weights_before_add(self.groups)
 
     def prepare_calibration(self) -> None:
@@ -172,6 +180,7 @@ class SparseModel(MaskedModule):
         `batches`, `loss`: for criteria that need data: batches of inputs, and (outputs, batch) -> scalar.
         """
         self.apply_masks()
+        # An optimizer with momentum may have moved pruned weights since the last step; scores must see them as zeros.
         sparser = self.config.SPARSER
         share = self.config.SCHEDULE.share(int(cast("Tensor", self.steps_done)) + 1)
         if sparser.is_structured or sparser.TYPE == "unstructured":
@@ -202,12 +211,13 @@ class SparseModel(MaskedModule):
         if not sparser.is_structured:
             zeros = self.zeros
             log.log(logging.WARNING if zeros.left_alone else logging.INFO, "%s", zeros)
+        # Values that a forward has cached come from the weights before this step. `vars`: only if groups were searched.
         if "groups" in vars(self):
             forget_run_state(self.model, self.groups.bench.model)
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
         """Load weights of an earlier time (a state_dict of the original model) and keep the masks."""
-        if self._folded:  # a state of the model that was given has what its weights are computed from
+        if self._folded:  # the user's state holds the parameters from which those layers compute their weights
             given = copy_model(uncompiled(self._given[0]))
             given.load_state_dict(dict(state))
             state = folded_copy(given, self._folded).state_dict()
@@ -260,6 +270,7 @@ class SparseModel(MaskedModule):
         *coarser, finest = (round_to,) if isinstance(round_to, int) else round_to
         choice = None
         for width in coarser:
+            # A coarse multiple may not reach the budget; then the next finer one is tried. The finest one raises.
             with contextlib.suppress(BudgetError):
                 found = search(replace(options, round_to=width))
                 if found.is_in_time and found.used(budgets) >= LEAST_USED:
@@ -362,6 +373,7 @@ class SparseModel(MaskedModule):
         else:
             groups, bench = self.groups, self.groups.bench
             dead = rounded(groups.groups, self.dead_units(), bench.sizes, round_to or self._round_to)
+            # Each group was proved on random draws of its units. This choice of units is proved once more.
             if failure := bench.compare(dead, groups.rules):
                 raise CaptureError(
                     f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers"

@@ -49,7 +49,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     """Change what the files hold; all tensors come into one file."""
     tensors = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
     for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
-        path.unlink()
+        path.unlink(missing_ok=True)
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 

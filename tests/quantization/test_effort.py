@@ -59,7 +59,7 @@ def test_what_the_user_chose_stays() -> None:
 def test_refused() -> None:
     with pytest.raises(ConfigError, match="effort='most': allowed: fast, good, best"):
         with_effort(parse_qconfig(BITS), "most")
-    with pytest.raises(ConfigError, match=r"ALGORITHMS of its own \(gptq\): give one of the two"):
+    with pytest.raises(ConfigError, match=r"the config has ALGORITHMS, too \(gptq\): give one of the two"):
         with_effort(parse_qconfig({**BITS, "ALGORITHMS": ["gptq"]}), "fast")
 
 

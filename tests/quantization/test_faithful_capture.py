@@ -484,6 +484,27 @@ def test_numbers_that_are_new_at_every_call_are_no_constants(kind: str) -> None:
     assert list(reasons(qmodel)) == ["child"]
 
 
+RARELY: dict[str, Callable[[], bool]] = {
+    "default_rng": lambda: np.random.default_rng().random() < 1e-9,
+    "RandomState": lambda: np.random.RandomState(None).rand() < 1e-9,
+    "Random": lambda: any(random.Random().random() < limit for limit in [1e-9]),
+    "SystemRandom": lambda: random.SystemRandom().random() < 1e-9,
+    "urandom": lambda: os.urandom(8) == bytes(8),
+}
+
+
+@pytest.mark.parametrize("kind", RARELY)
+def test_an_unseeded_draw_that_rarely_matters_is_no_constant(kind: str) -> None:
+    """No comparison of a few calls shows it."""
+    happens = RARELY[kind]
+
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0 if happens() else x * 2
+
+    assert list(reasons(plain_copy(Chain(Drops()).eval(), torch.randn(2, 8)))) == ["child"]
+
+
 def test_a_seeded_generator_is_a_constant() -> None:
     class Seeded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -746,7 +746,7 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
 WIDE: dict[str, tuple[Build, str]] = {
     "size in the code": (lambda: (FixedReshape(), images()), "not proved"),
     "mean over channels": (lambda: (MeanOverChannels(), images()), "mean in the model is taken over them"),
-    "hidden constant": (lambda: (HiddenConstant(), rows()), "gives other values without them"),
+    "hidden constant": (lambda: (HiddenConstant(), rows()), "returns other values without them"),
     "kept mean": (lambda: (KeptMean(), rows()), "mean in the model is taken over them"),
     "norm over hidden": (lambda: (NormOverHidden(), rows()), "native_layer_norm in norm normalizes over them"),
     "response norm": (lambda: (ResponseNorm(), images()), "mean in the model is taken over them"),

@@ -101,5 +101,5 @@ def test_globs_of_residual_blocks() -> None:
 
 
 def test_a_model_without_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no weights that masks can be for; left alone: 0\.weight: a table"):
+    with pytest.raises(ConfigError, match=r"no weight that can be masked; left alone: 0\.weight: a table"):
         build(nn.Sequential(nn.Embedding(4, 6), nn.LayerNorm(6)), TYPE="unstructured")

@@ -1,4 +1,9 @@
-"""Accuracy of the float model, the simulation and the file on the same labelled samples."""
+"""Accuracy of the float model, the simulation and the file on the same labelled samples.
+
+All models answer the same batches in one pass (`measure`), so that their differences are paired: the report says how
+many answers changed, and whether a difference is within chance. Without labels, the answers of the first model take
+their place (agreement). Labels below 0 (-100 and the like) do not count.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +148,7 @@ def measure(
             answers = _classes(model(*there[0], **there[1]), labels, data)
             reference = answers if reference is None else reference
             expected = reference if labels is None else labels
-            known, right = expected >= 0, answers == expected  # -100 and the like: to be left out
+            known, right = expected >= 0, answers == expected  # labels below 0 mean: ignore this sample
             was_right = reference == expected
             found = right, answers != reference, was_right & ~right, right & ~was_right
             counts[name] = [count + int((one & known).sum()) for count, one in zip(counts[name], found, strict=True)]

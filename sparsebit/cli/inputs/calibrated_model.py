@@ -1,4 +1,9 @@
-"""Loads the named config, model and data and returns a calibrated model; for the verbs that quantize."""
+"""Loads the config, model and data that the command line names, and returns a calibrated model.
+
+`Subject` is the float model with its data; making one runs the first batch, so that a model and data that do not fit
+are an error before any long work. `calibrated` quantizes it; `load_saved` loads a saved one instead; `planned` places
+quantizers without calibration, for verbs that only show the plan.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +107,7 @@ def load_saved(folder: Path, net: nn.Module, device: str | None = None) -> Quant
 
 
 def scored_models(qmodel: QuantModel) -> dict[str, tuple[Callable[..., Any], str]]:
-    """The float model in a saved one, if algorithms have not changed its weights, and the simulation."""
+    """The simulation, and the float model inside of it if no algorithm has changed its weights."""
 
     def unquantized(*args: Any, **kwargs: Any) -> Any:
         switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
@@ -145,9 +150,9 @@ def formats(config: QuantConfig) -> str:
 
 
 def planned(source: ModelOptions, config: str, data: str | None = None) -> QuantModel:
-    """The model with its quantizers placed but not calibrated: enough to show the plan, for any DEVICE.
+    """The model with its quantizers placed but not calibrated, which is enough to show the plan. It is on the CPU.
 
-    One sample of `data` shows how the model is called; some models cannot be traced without it.
+    `data`: its first sample is the example call; some models cannot be traced without one.
     """
     qconfig = read_config(config, "cpu", model=source.model)
     net = make_model(source.model, source.model_args).model  # a plan depends on widths, not on values

@@ -1,4 +1,9 @@
-"""Data by name: an image folder, a file of arrays, or a factory of batches."""
+"""`--data SOURCE`: batches from an image folder, a file of arrays, or the user's own factory.
+
+`load_data` decides the kind by the name and returns `Data`, which can be iterated over any number of times. Samples are
+taken evenly over the whole source (`spread`), because data is often sorted by class. An option that does not apply to
+the kind of source is an error, never ignored. With `labelled`, each batch carries the class of every sample.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,8 @@ _UNREADABLE_SHARE = 0.1
 class Data:
     """Batches that can be iterated over any number of times.
 
-    `num_classes`: of a labelled image folder, where its folders are in the order of the model's classes.
-    `num_batches`: None where it is not known before they are read.
+    `num_classes`: of a labelled image folder whose folders are in the order of the model's classes; else None.
+    `num_batches`: None if it is not known before they are read.
     """
 
     description: str
@@ -205,7 +210,7 @@ def _factory(source: str, options: DataOptions) -> Data:
             if batch is None:
                 return
             yield batch
-            seen += min(input_rows(batch), default=1)  # if its tensors differ, rather too many samples than too few
+            seen += min(input_rows(batch), default=1)  # the fewest rows of its tensors: better too many than too few
 
     return Data(f"up to {options.num_samples} samples of {source}", walk)
 

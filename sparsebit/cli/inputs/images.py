@@ -1,4 +1,8 @@
-"""Images as tensors: files are read, resized, cropped and normalised; arrays of bytes are normalised."""
+"""Images as tensors: files are read, resized, cropped and normalised; arrays of bytes are normalised.
+
+Decoding is Pillow's. The special cases are files that Pillow reads wrongly or not at all: 16-bit pixels, which it clips
+at 255, float pixels of unknown range, rotated TIFFs. Such a file is an error rather than a wrong image.
+"""
 
 from __future__ import annotations
 
@@ -134,12 +138,12 @@ def _readable(image: Any) -> Any:
 
 
 def _eight_bits(image: Any) -> Any:
-    """Images of 16 bits scaled to 8 (Pillow cuts them off at 255); palettes with transparent colours resolved."""
+    """Images of 16 bits scaled to 8 (Pillow's own conversion clips at 255); transparent palettes converted to RGBA."""
     if image.mode.startswith("I;16"):
         image = image.convert("I")  # the converted image has no `format`
     if image.mode == "I":
         low, high = image.getextrema()
-        holds_bytes = image.format == "TIFF" and 0 < high < 256  # 32 bits: these may be numbers of 8 bits or of 16
+        holds_bytes = image.format == "TIFF" and 0 < high < 256  # 32-bit pixels up to 255 may mean 8 bits or 16
         if low < 0 or high > 65535 or holds_bytes:
             raise ValueError("pixels of 32 bits, of unknown range; save it with 8 or 16 bits")
         return image.point(lambda value: value * _TO_8_BITS + 0.5).convert("L")

@@ -1,4 +1,9 @@
-"""Models and weights by name."""
+"""Models and weights that the command line names: `--model MODULE:FACTORY`, `--weights FILE|DIR`.
+
+Everything here runs the user's own code (imports, factories, data), which may raise anything, or call `sys.exit`. So
+each such call is inside of `users_code`, which turns its exceptions into one `LoadingError` with the user's own line;
+exceptions of Sparsebit's code keep their traceback, because they are bugs. Weights are unpickled as tensors only.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 _SPARSEBIT = str(Path(__file__).parents[2])
-_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), _SPARSEBIT)
+_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), _SPARSEBIT)  # starts of file names that are not the user's code
 _TORCH_STARTS = (b"PK", b"\x80")  # a zip archive; a pickle, as torch.save wrote before 1.6
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 
@@ -285,8 +290,8 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
 def users_code(what: str, *, for_type_errors: str = "", hint: str = "", theirs_alone: bool = True) -> Iterator[None]:
     """For calls of the user's own code: its exceptions become a LoadingError that begins with `what`.
 
-    So does `sys.exit`, which would otherwise end the command with success. If sparsebit's own code also runs inside
-    (not `theirs_alone`), exceptions of that code stay as they are.
+    `sys.exit` too, which would otherwise end the command with success. If Sparsebit's own code also runs inside (not
+    `theirs_alone`), exceptions of that code stay as they are.
     """
     try:
         yield

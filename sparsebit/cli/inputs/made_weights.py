@@ -55,7 +55,7 @@ def _made_again(factory: Callable[[], Any]) -> nn.Module | None:
         warnings.simplefilter("ignore")
         try:
             found = factory()
-        except (Exception, SystemExit):  # the first call was right; the second need not be
+        except (Exception, SystemExit):  # some factories can be called only once
             return None
     return found if isinstance(found, nn.Module) else None
 

@@ -9,7 +9,7 @@ from sparsebit.cli.inputs.data import Inputs, load_data
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.deploy.comparing.file_model import Feeds, as_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session
+from sparsebit.deploy.sessions.session import Session
 
 
 class FileData:

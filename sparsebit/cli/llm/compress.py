@@ -57,7 +57,7 @@ def compress(goal: GoalOptions, drawn: Annotated[Given, Calibration], say: Speak
         from sparsebit.records.json_form import to_plain
         from sparsebit.records.ladder import Ladder
 
-        out.remark(f"compressing {goal.model} for {goal.target}, at most {goal.minutes:g} minutes")
+        out.remark(f"compressing {goal.model} for {goal.target}, at most {goal.minutes:g} min")
         found = search(
             goal.model,
             Calibration(goal.text, **drawn),

@@ -22,7 +22,7 @@ class Conversion:
         ..., "A model folder, or a pack32 or pack8 file of the first Sparsebit.", "DIR|FILE", show_default=False
     )
     output: Path = option(..., "A folder or file that does not exist yet; it appears whole.", "OUT", short="-o")
-    to: str = option(..., "compressed-tensors, gptq (version 2), gptq-v1, gguf or onnx-genai.", "FORMAT")
+    to: str = option(..., "compressed-tensors, gptq (version 2), gptq-v1, awq, gguf or onnx-genai.", "FORMAT")
     gguf_type: str = option(
         "exact",
         "GGUF: the codes of a packed model as they are, or a packed or float model rounded to it.",

@@ -1,4 +1,8 @@
-"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; packed weights stay packed."""
+"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; packed weights stay packed.
+
+A folder is loaded whole or streamed (`LoadOptions`); a GGUF file is run by llama.cpp, which takes none of those
+options. transformers and lm-eval are imported inside of the verb, so that `--help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -122,9 +126,14 @@ def evaluate(
         size = resident_bytes(loaded)
         if loading.single_device:
             size += stream_usage(loaded).peak_bytes
-        record |= {"resident_bytes": size, "packed_layers": kernel_paths(loaded)}
+        record |= {
+            "resident_bytes": size,
+            "packed_layers": kernel_paths(loaded),
+            "kv_cache": llm_options.cache_of(loaded),
+        }
         facts["in memory"] = kilobytes(size)
         facts["packed layers"] = "; ".join(f"{count} {path}" for path, count in kernel_paths(loaded).items())
+        facts["cache"] = llm_options.cache_of(loaded)
         out.result(record, *([_table(scores)] if scores else []), facts_table(facts))
 
 
@@ -140,6 +149,7 @@ def _evaluate_gguf(
         "--single-device": loading.single_device,
         "--device": loading.device != "cpu",
         "--activations": loading.activations != "float32",
+        "--kv-cache": loading.kv_cache != "folder",
     }
     unused = [option for option, value in of_folders.items() if value]
     if unused:

@@ -61,8 +61,8 @@ class Merging:
 def finetune(asked: TrainingData, tuning: Annotated[Given, Tuning], how: TrainingOptions, say: SpeakingOptions) -> None:
     """Train LoRA adapters on a model whose weights stay packed (QLoRA).
 
-    Only responses are learned. The state is kept in OUTPUT.partial every so many steps; a run that was killed goes on
-    from there when the same command is given again. Under torchrun the rows of a step are split over the processes.
+    Only responses are learned. The state is saved in OUTPUT.partial every few steps; if a run is killed, the same
+    command continues it from there. Under torchrun the rows of a step are split over the processes.
 
     sparsebit llm finetune llama-w4/ alpaca.jsonl -o adapter/ --length 1024 --device cuda
 

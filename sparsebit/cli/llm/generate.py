@@ -74,12 +74,14 @@ def generate(how: Generation, loading: llm_options.LoadOptions, say: SpeakingOpt
         made = given[0, tokens.shape[1] :]
         if say.json:
             times = {"seconds": seconds, "compiling_seconds": compiling, "packed_layers": paths}
+            times["kv_cache"] = llm_options.cache_of(loaded)
             text = tokenizer.decode(made, skip_special_tokens=True)
             out.result({"prompt": how.prompt, "text": text, "tokens": len(made), **times})
         words = "; ".join(f"{count} {path}" for path, count in paths.items()) or "none"
         how_run = "blocks were streamed" if loading.single_device else f"packed layers: {words}"
         first = f"compiled in {compiling:.0f} s; " if how.compile_step else ""
-        out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
+        held = f"; {llm_options.cache_of(loaded)} cache"
+        out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}{held}")
 
 
 def _tokens(tokenizer: Any, how: Generation) -> Any:

@@ -24,6 +24,13 @@ Output = Annotated[
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Windows of text at once.")]
 
 
+def cache_of(model: Any) -> str:
+    """The kind of a loaded model's cache of keys and values."""
+    from sparsebit.llm.caching.packed_cache import packed_cache_kind
+
+    return packed_cache_kind(model) or "float"
+
+
 def is_first_process() -> bool:
     """Whether this process prints the result: under torchrun only the first process does."""
     return os.environ.get("RANK", "0") == "0"
@@ -41,12 +48,16 @@ class LoadOptions:
         "On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
         "float32|bfloat16|int8",
     )
+    kv_cache: str = option(
+        "folder", "Keys and values in the cache: as the folder says, or of this kind.", "folder|float|int8|fp8|int4"
+    )
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, folder: Path) -> Any:
         from sparsebit.llm import load, load_adapter, load_streamed
 
         how: dict[str, Any] = {"device": self.device, "trust_remote_code": self.trust_remote_code}
+        how["kv_cache"] = self.kv_cache
         if self.single_device:
             wrong = "--adapter" if self.adapter else "--activations" if self.activations != "float32" else None
             if wrong is not None:

@@ -1,4 +1,9 @@
-"""`sparsebit llm quantize`: a language model to a folder of packed weights."""
+"""`sparsebit llm quantize`: a language model to a folder of packed weights.
+
+The options are those of the library's dataclasses `Recipe` and `Calibration` (`Annotated[Given, ...]`), so this file
+declares only what a run needs besides them. Everything that can fail early (texts, target, held-out text) is read
+before the run, which may take hours. Under torchrun only the first process measures and prints.
+"""
 
 from __future__ import annotations
 
@@ -187,6 +192,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
         "experts": _experts(made.experts),
         "scaled inputs": _scaled(made.scaled_inputs),
         "calibration": _calibrated(made.calibration_windows),
+        "cache": "" if made.recipe.kv_cache == "float" else f"keys and values in {made.recipe.kv_cache}",
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
         "time": f"{made.seconds:.0f} s",
         "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",

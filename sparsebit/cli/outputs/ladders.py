@@ -1,4 +1,4 @@
-"""A search as it runs, a line for each step, and its table at the end."""
+"""The steps of a search: a line for each while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class ShownSteps:
             self.out.remark(f"{step.name}: {step.verdict}{lost}{cost} ({found['took']}; {step.why})")
         if len(ladder.steps) > self.count and not ladder.finished:
             left = max(0.0, ladder.goal.minutes - ladder.seconds / 60)
-            self.out.remark(
-                f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} minutes left"
-            )
+            self.out.remark(f"  best so far: {ladder.best or 'none'}; {left:.1f} of {ladder.goal.minutes:g} min left")
         self.count = len(ladder.steps)
 
 
@@ -39,7 +37,7 @@ def ladder_table(ladder: Ladder) -> Any:
 
 
 def cells(step: LadderStep) -> dict[str, str]:
-    """What the table says of a step, by column."""
+    """The cells of a step in the table, by column."""
     judged, cost = step.final or step.selection, step.cost
     loss = "" if judged is None else f"{judged.loss:.2f}" + ("" if judged.bound is None else f" ± {judged.bound:.2f}")
     return {

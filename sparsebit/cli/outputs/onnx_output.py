@@ -1,4 +1,9 @@
-"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before keeping it."""
+"""`--output model.onnx`: writes an ONNX file, compares it with the simulation before keeping it, and times it.
+
+`checked_file` raises before the long work for a name or a package that would fail later; `export` does the work;
+`Exported` holds the results and words them for the table, for `--json` and for a record. A file that differs from its
+simulation is not kept, unless `--no-check` is given.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +20,27 @@ from sparsebit.cli.inputs.calibrated_model import Subject
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.cli.outputs.output import kilobytes
+from sparsebit.cli.outputs.program_output import checked_program, write_program
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
-from sparsebit.deploy.comparing.verdict import verdict
+from sparsebit.deploy.comparing.verdict import EVEN, verdict
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.deploy.onnx_graph.model_file import checked_path, data_files, file_facts, need_own
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.execution.batches import Call
+from sparsebit.quantization.exporting.export_file import checked_target
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records import FileFacts, ParityCheck
 from sparsebit.records.audit import Audit
 
+FILE_ENDINGS = tuple(dict.fromkeys(profile.ending for profile in PROFILES.values()))
 PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
 _LARGEST_TIMED = 1 << 30
 _TIMED_S = 1.5
-_EVEN = 0.03  # ratios this near 1 are the machine's noise
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,8 @@ class Exported:
     float_bytes: int
     parity: Parity | None = None
     audit: Audit | None = None
-    advice: tuple[Violation, ...] | None = None
     untimed: str = ""
+    advice: tuple[Violation, ...] | None = None
 
     @property
     def time(self) -> str:
@@ -68,7 +75,7 @@ class Exported:
     def warnings(self, placement: str = "default") -> tuple[str, ...]:
         """The warnings of the audit, and one if the file is slower than float."""
         found, ratio = ((), None) if self.audit is None else (self.audit.warnings, self.audit.ratio)
-        if ratio is None or ratio <= 1 + _EVEN:
+        if ratio is None or ratio <= 1 + EVEN:
             return found
         remedy = "--placement measured finds out which layers to keep in float"
         if placement != "default":
@@ -116,6 +123,9 @@ class Exported:
 
 def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
     """The path, if the file can be written and the required packages are installed; checked before the work."""
+    program = checked_target(path, backend)
+    if program is not None:
+        return checked_program(path.expanduser(), program, options)
     target = checked_path(path.expanduser())
     runtime = PROFILES[backend].executes or "onnxruntime"
     require(*PACKAGES, *([] if options.no_check else [runtime]))
@@ -139,12 +149,16 @@ def require(*packages: str, extra: str | None = None) -> None:
         except ValueError:  # sys.modules holds None, as tests put it there
             missing = True
         if missing:
-            named = extra or ("openvino" if package == "openvino" else "onnx")
+            named = extra or {"openvino": "openvino", "onnxruntime_qnn": "qnn"}.get(package, "onnx")
             raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
 
 
 def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
     """Write the file; by default compare it with the simulation and check how its runtime executes it."""
+    if target.suffix.lower() != ".onnx":
+        batch, axes = example_of(subject, options)
+        made = write_program(subject.data, (batch[1] or batch[0], axes), qmodel, target, options)
+        return Exported(target, target.stat().st_size, float_bytes, *made)
     (args, kwargs), axes = example_of(subject, options)
     parity = qmodel.export_onnx(
         kwargs or args,
@@ -162,10 +176,13 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
     if options.no_check:
         return Exported(target, num_bytes, float_bytes, untimed="--no-check")
     found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.simulated:
+        untimed = f"{profile.name} is simulated here, and a simulator's time says nothing about the device"
     if profile.executes is not None:
-        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+        found, reason = _audited(subject, target, profile.executes, options, num_bytes)
+        untimed = reason if profile.timed_in is not None else untimed
     advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
-    return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
+    return Exported(target, num_bytes, float_bytes, parity, found, untimed, advice)
 
 
 def scored_file(file: Path, model: nn.Module) -> dict[str, tuple[Callable[..., Any], str]]:
@@ -188,9 +205,9 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The exported call, and its dynamic axes."""
     batch, is_open = subject.first_batch, options.dynamic_batch
-    # torch.export would take one sample as a fixed size: use two if the number is open, the same twice if need be.
+    # torch.export treats a size of 1 as fixed, so two samples are used if the number is open (if need be, equal ones).
     call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(2 if is_open else 1)])
-    # Axis 0 of every input whose rows are samples.
+    # Axis 0 is open in every input whose rows are samples; inputs are matched by identity, as two may be equal.
     samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
     named = _named_inputs(subject, options.input_names)
     axes = {name: {0: _BATCH} for name, tensor in named.items() if id(tensor) in samples}

@@ -1,4 +1,9 @@
-"""The output of a verb: its result on stdout, everything else (progress, remarks, warnings) on stderr."""
+"""The output of a verb: its result on stdout, everything else (progress, remarks, warnings) on stderr.
+
+So a program can read stdout, with `--json` as one object. While a verb works, `sys.stdout` is stderr (`speaking`):
+prints of the user's own model and data code must not mix with the result. Warnings and the library's log become lines
+on stderr, and are kept for `--json` and records.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`sparsebit check`: does a runtime compute what an ONNX file says, and how far is that from the float model?"""
+"""`sparsebit check`: does a runtime compute what an ONNX file says, and how far is that from the float model?
+
+There are four comparisons: the file with itself as written (default), with a float file (`--against`), with the float
+model (`--model`), or with the simulation of a saved model (`--model --quantized`). All of them end in a `FileParity`,
+whose fault is raised after the result was printed, so that a script sees exit code 1 and the numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,10 @@ from sparsebit.cli.verb_options import CheckOptions
 from sparsebit.deploy.comparing.check import AS_WRITTEN, FileParity, check_against, check_as_written, runtime_of
 from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.deploy.comparing.parity import Parity
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization.exporting.export_checks import check_parity, compare_model
+from sparsebit.quantization.exporting.export_file import check_program
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.recording import file_record
 from sparsebit.quantization.recording import record as record_of
@@ -113,7 +120,8 @@ def _compare_model(
         fault = parity.fault(limits.tolerance()) if limits else ""
     else:
         qmodel = load_saved(folder, net, device="cpu")
-        parity = check_parity(qmodel, file, compared, tolerance=limits.tolerance(), num_samples=count)
+        compare = check_parity if owner_of(file) is None else check_program
+        parity = compare(qmodel, file, compared, tolerance=limits.tolerance(), num_samples=count)
         models = scored_models(qmodel)
     test = load_test(asked.scored, net, net, Inputs.of(net), asked.data, asked.how)
     accuracy = None if test is None else test.run({**models, **scored_file(file, net)})

@@ -31,7 +31,7 @@ def compress(asked: CompressOptions, out: Output, recorded: Recording) -> None:
     metric = _metric(asked)
     subject = load_subject(asked.net, asked.data, fitting(asked.how, asked.data, asked.scored.test_data))
     validation = _validation(asked, subject.model)
-    out.remark(f"compressing {asked.net.model} for {asked.target}, at most {asked.minutes:g} minutes")
+    out.remark(f"compressing {asked.net.model} for {asked.target}, at most {asked.minutes:g} min")
     with users_code("compress failed", theirs_alone=False):
         result = search(
             subject.model,

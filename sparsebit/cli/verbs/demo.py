@@ -1,4 +1,8 @@
-"""`sparsebit demo`: a small network, trained on the spot, quantized to fewer and fewer bits, and exported."""
+"""`sparsebit demo`: a small network, trained on the spot, quantized to fewer and fewer bits, and exported.
+
+Training, calibration and profile use the training images only; the test images are used for nothing but the scores.
+`_sweep` makes the rows of the table: float, each number of bits, and the fewest bits with the worst layers at 8.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def demo(asked: DemoOptions, out: Output, recorded: Recording) -> None:
         need_own(kept, "give another name, or remove it")
     digits = load_digits()
     num_threads = torch.get_num_threads()
-    # On 8x8 images threads gain little, and with one thread the sums, hence the figures, are the same on every run.
+    # On 8x8 images more threads gain little, and one thread adds in a fixed order: every run prints the same numbers.
     torch.set_num_threads(1)
     try:
         out.remark(f"training a small CNN on {len(digits.train_images):,} handwritten digits (about 20 seconds) ...")

@@ -28,7 +28,7 @@ from sparsebit.cli.verb_options import ExportOptions
 from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import data_files, staged, write
-from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.quantization.exporting.export_checks import compare_model
 from sparsebit.quantization.model.quant_model import QuantModel
@@ -39,7 +39,6 @@ from sparsebit.records.phases import EXPORT, phase
 
 def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
     """Load, write and compare the file, and report."""
-    check_onnx_name(asked.output)
     data, written, folder = asked.data, asked.written, asked.quantized or asked.folder
     is_checked, limits = data is not None and not written.no_check, ", ".join(written.limits.given())
     both = None not in (asked.quantized, asked.folder)
@@ -52,6 +51,11 @@ def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
     )
     if folder is not None:
         refuse_weights(asked.net.weights, folder)
+    elif owner_of(asked.output) is None:
+        check_onnx_name(asked.output)
+    else:
+        fault = f"{asked.output}: a float model is written as an ONNX file; quantize it for {owner_of(asked.output)}"
+        raise typer.BadParameter(fault, param_hint="--output")
     scores_file, written = not written.no_check, replace(written, no_check=not is_checked)
     net = load_net(asked.net, folder)
     recorded.expect(net, asked.net.model)

@@ -1,4 +1,9 @@
-"""`sparsebit profile`: which layers have the largest quantization errors, as a table."""
+"""`sparsebit profile`: which layers have the largest quantization errors, as a table.
+
+The errors of layers are relative to a reference, which must be named (`_own_reference`): the float model, or, after
+algorithms such as GPTQ, the weights that they left. With `--gains`, the accuracy with each of the worst layers in float
+is measured too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`sparsebit quantize`: calibrate a model on data and save it as a folder, an ONNX file, or both."""
+"""`sparsebit quantize`: calibrate a model on data and save it as a folder, an ONNX file, or both.
+
+All checks of options and outputs come before the calibration, which may take long. `_Made` holds the results and words
+them for the table, for `--json` and for a record. The folder is saved first, because it is useful even if the ONNX file
+then fails its comparison.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from sparsebit.cli.inputs.loading import load_net, weights_source
 from sparsebit.cli.inputs.scoring import load_test
 from sparsebit.cli.option_groups import TrainedModel, retyped
 from sparsebit.cli.options import refuse
-from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, export, scored_file
+from sparsebit.cli.outputs.onnx_output import FILE_ENDINGS, Exported, check_names, checked_file, export, scored_file
 from sparsebit.cli.outputs.output import Output, decibel, facts_table, kilobytes
 from sparsebit.cli.outputs.output_files import checked_target
 from sparsebit.cli.outputs.output_names import check_folder_name
@@ -30,6 +35,7 @@ from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.outputs.size import WeightSize, weight_size
 from sparsebit.cli.verb_options import QuantizeOptions
 from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.quantization.effort import with_effort
 from sparsebit.quantization.placement_search import PlacementProfile
 from sparsebit.quantization.recording import record
@@ -41,7 +47,7 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
     """Calibrate, save the folder and the file, score them, and report."""
     where = read_outputs(asked.output)
     net, data, written = asked.net, asked.data, asked.written
-    qconfig = with_effort(read_config(asked.config, asked.device, model=net.model), asked.effort)
+    qconfig = with_effort(_config_for(asked, where.file), asked.effort)
     _check(asked, qconfig, where)
     folder = None if where.folder is None else checked_target(where.folder)
     file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
@@ -65,7 +71,7 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
             done.qmodel.placement.save(asked.placed.save_placement)
         sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
     weight, exported = weight_size(done.qmodel), None
-    if folder is not None:  # first: it is of use even if the file then fails
+    if folder is not None:
         done.qmodel.save(folder)
     if file is not None and subject is not None:
         out.remark(f"writing {where.file}" + ("" if written.no_check else " and comparing it with the simulation"))
@@ -175,13 +181,22 @@ class Outputs(NamedTuple):
 
 def read_outputs(paths: list[Path]) -> Outputs:
     """At most one folder and one file, distinguished by the ending."""
-    files = [path for path in paths if path.name.lower().endswith(".onnx")]
+    files = [path for path in paths if path.suffix.lower() in FILE_ENDINGS]
     folders = [path for path in paths if path not in files]
     given, is_wrong = ", ".join(map(str, paths)), len(files) > 1 or len(folders) > 1
-    refuse({f"{given}: give one folder, one file that ends in .onnx, or both": is_wrong}, "--output")
+    refuse({f"{given}: give one folder, one file ({', '.join(FILE_ENDINGS)}), or both": is_wrong}, "--output")
     for folder in folders:
-        check_folder_name(folder, instead=", or a name that ends in .onnx for a file")
+        check_folder_name(folder, instead=f", or a name that ends in {', '.join(FILE_ENDINGS)} for a file")
     return Outputs(next(iter(folders), None), next(iter(files), None))
+
+
+def _config_for(asked: QuantizeOptions, file: Path | None) -> QuantConfig:
+    """The config; one that names no BACKEND, or none at all, is for the runtime of the file's ending."""
+    owner = None if file is None else owner_of(file)
+    config = read_config(asked.config or owner or "onnxruntime", asked.device, model=asked.net.model)
+    if owner is not None and not config.is_set("BACKEND"):
+        config = config.replace("BACKEND", owner)
+    return config
 
 
 def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
@@ -192,7 +207,7 @@ def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
     refuse(
         {
             f"{limits}: --no-check compares nothing": written.no_check and limits,
-            f"{of_file} need an --output that ends in .onnx": where.file is None and of_file,
+            f"{of_file} need an --output that is a file": where.file is None and of_file,
         }
     )
     asked.placed.check(has_data=asked.data is not None)
@@ -205,7 +220,7 @@ def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
     # Data is needed for the ranges of activations, and for the example call that a file is written from.
     needed = {
         "the ranges of activations are found on data; give data, or -c weights-only": not config.A.QUANTIZER.DISABLE,
-        "an ONNX file is written from an example call; give data, or save a folder": where.file is not None,
+        "a file is written from an example call; give data, or save a folder": where.file is not None,
         "--asym calibrates on data": asked.asym,
         f"{steps} work on data": steps,
     }

@@ -15,7 +15,7 @@ from sparsebit.report.writing import page_of, write_page
 
 
 def report(asked: ReportOptions, out: Output, recorded: Recording) -> None:
-    """Read the runs, and write the page or print its essence."""
+    """Read the runs, and write the page or print a summary."""
     del recorded
     refuse({"a text has no title; leave --title out, or --text": asked.text and asked.title is not None}, "--title")
     runs = [read_run(path) for path in asked.runs]
@@ -23,5 +23,5 @@ def report(asked: ReportOptions, out: Output, recorded: Recording) -> None:
     if file is not None:
         write_page(file, runs, asked.title)
     record = {"file": file and str(file), **plain(page_of(runs, asked.title))}
-    said = "" if file is None else f"{file}, {kilobytes(file.stat().st_size)}: open it in a browser"
-    out.result(record, *([text_of(runs)] if asked.text else []), *([said] if said else []))
+    written = [] if file is None else [f"{file}, {kilobytes(file.stat().st_size)}: open it in a browser"]
+    out.result(record, *([text_of(runs)] if asked.text else []), *written)

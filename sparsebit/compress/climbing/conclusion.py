@@ -1,4 +1,7 @@
-"""The result in words: why the goal was met or not, and what would be next."""
+"""`reason_for`: the sentences that say why a goal was met or not, and what to do next.
+
+They are shown on the command line, in reports and in `Result.reason`, so they name candidates as the user sees them.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ def _why_none(ladder: Ladder) -> str:
     if faults := [step.fault for step in ladder.steps if step.fault]:
         return f"all {len(ladder.steps)} failed: {faults[-1]}"
     if not ladder.finished:
-        return "the search was stopped before the first: the same call again goes on"
+        return "the search was stopped before the first one; repeat the call to continue"
     if not ladder.steps and ladder.seconds < ENDS_AT * 60 * ladder.goal.minutes:
-        return "no rung has one for this goal: allow more, or climb other rungs"
-    return "the time was over before the first"
+        return "no rung proposes one for this goal; allow a larger loss or budget, or choose other rungs"
+    return "the time ran out before the first one; allow more minutes"
 
 
 def _loss(step: LadderStep) -> str:
@@ -72,14 +75,14 @@ def _why_not(ladder: Ladder) -> str:
     if counts["failed"]:
         parts.append(f"{counts['failed']} of {len(steps)} could not be made")
     if counts["within"]:
-        parts.append("what kept the loss in the selection lost more on samples that it never saw")
-    return ", ".join(parts) or "the time was over"
+        parts.append("candidates that kept the loss in the selection lost more on unseen samples")
+    return ", ".join(parts) or "the time ran out"
 
 
 def _next(ladder: Ladder, best: LadderStep) -> str:
-    stopped = "" if ladder.finished else "The search was stopped: the same call again goes on. "
-    if best.verdict == "over budget":  # training makes no file smaller
-        return f"{stopped}A larger budget would be next"
+    stopped = "" if ladder.finished else "The search was stopped; repeat the call to continue. "
+    if best.verdict == "over budget":  # training does not make a file smaller
+        return f"{stopped}Next: allow a larger budget"
     is_language_model = ladder.float_cost is not None and ladder.float_cost.bits is not None
-    advice = "More bits would be next" if is_language_model else f"Training would be next: {TRAINING}"
+    advice = "Next: allow more bits" if is_language_model else f"Next: train it with {TRAINING}"
     return f"{stopped}{advice}"

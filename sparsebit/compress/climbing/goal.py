@@ -1,4 +1,9 @@
-"""The goal of a search: what is asked, how far a file is from it, and which of two files is better."""
+"""The goal of a search: what the user asks for, how far a file is from it, and which of two files is better.
+
+`read_goal` is the edge: it checks everything that the user gave and returns a `LadderGoal`; the rest of the package
+trusts it. There are two kinds of goals: a largest loss (`prefer` is then made small), or a budget (`prefer` is then
+"loss": the most accurate file that fits). A limit up to 1 is a share of the float file's cost, above that an amount.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ Amount = Literal["latency", "bytes", "macs", "bits"]
 Models = Literal["networks", "language models"]
 Budget = Mapping[str, float | str]
 
-# Points of the metric that a file may lose if neither a loss nor a budget was given.
+# The allowed loss in points of the metric if the user gives neither a loss nor a budget.
 USUAL_LOSS = 1.0
 _UNITS: dict[str, dict[str, float]] = {
     "latency": {"us": 1e-3, "ms": 1.0, "s": 1e3},
@@ -58,7 +63,7 @@ def read_goal(
     if unknown := [name for name in budget or {} if name not in amounts]:
         raise ConfigError(f"budget {unknown[0]!r}: allowed for {models}: {', '.join(amounts)}")
     limits = {name: read_amount(name, limit) for name, limit in (budget or {}).items()}
-    is_timed = models == "networks" and PROFILES[target].executes is not None
+    is_timed = models == "networks" and PROFILES[target].timed_in is not None
     if not is_timed and (prefer == "latency" or "latency" in limits):
         raise ConfigError(f"files for {target} do not run here, so their latency is not known; use bytes or macs")
     if limits:
@@ -68,12 +73,18 @@ def read_goal(
 
 
 def need_backend(target: str) -> None:
-    """A ConfigError for a target that is no backend of networks."""
+    """Raise a ConfigError unless the target is a backend of networks."""
+    allowed = [name for name in BACKENDS if PROFILES[name].ending == ".onnx"]
+    if target in BACKENDS and target not in allowed:
+        raise ConfigError(
+            f"target={target!r}: compress tries many ONNX files, and files for {target} need its compiler; "
+            f"allowed: {', '.join(allowed)}. sparsebit.quantize(model, data, {target!r}) makes one {target} file"
+        )
     if target not in BACKENDS:
         near = nearest(target, BACKENDS)
         hint = f"; did you mean {near}?" if near else ""
         models = "for a language model, give its folder as the model"
-        raise ConfigError(f"target={target!r}: allowed: {', '.join(BACKENDS)}{hint}; {models}")
+        raise ConfigError(f"target={target!r}: allowed: {', '.join(allowed)}{hint}; {models}")
 
 
 def read_amount(name: str, limit: float | str) -> float:
@@ -109,7 +120,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def used(goal: LadderGoal, cost: Cost) -> dict[str, float]:
-    """How much of each budget the file takes: 1 is all of it."""
+    """The share of each budget that the file uses: 1 is all of it."""
     return {name: _amount(name, cost, absolute=limit > 1) / limit for name, limit in goal.budget.items()}
 
 
@@ -124,7 +135,7 @@ def verdict_of(judged: Judgement | None, allowed: float | None) -> Verdict:
 
 
 def rank(goal: LadderGoal, step: LadderStep) -> tuple[float, ...]:
-    """The order of steps, the best first: those that keep the goal; the rest by how far they are from it."""
+    """A sort key, the best step first: steps that keep the goal by their cost, the others by how far they are off."""
     if step.cost is None:
         return (2.0,)
     over = max([0.0, *(share - 1 for share in used(goal, step.cost).values())])
@@ -135,7 +146,7 @@ def rank(goal: LadderGoal, step: LadderStep) -> tuple[float, ...]:
 
 
 def cost_of(goal: LadderGoal, cost: Cost) -> float:
-    """The share of the float file's cost that the search makes small; with a budget, that of the tightest one."""
+    """The cost that the search makes small, as a share of the float file's; with budgets, that of the tightest one."""
     if goal.prefer != "loss":
         return _amount(goal.prefer, cost)
     name = max(used(goal, cost).items(), key=lambda item: item[1])[0]
@@ -161,5 +172,5 @@ def _amount(name: Any, cost: Cost, *, absolute: bool = False) -> float:
         "macs": (cost.macs_ratio, cost.macs),
         "bits": (cost.bits, cost.bits),
     }[name][absolute]
-    assert found is not None  # `read_goal` refuses a latency that is not measured
+    assert found is not None  # `read_goal` raises for a latency that cannot be measured
     return float(found)

@@ -10,7 +10,7 @@ from sparsebit.records.ladder import LadderGoal, LadderStep
 
 
 class AnyRecipe(Protocol):
-    """What makes a candidate, as values: `to_dict` for records; equal recipes have equal keys."""
+    """How a candidate is made, as plain values. `to_dict` is for records; equal recipes have equal keys."""
 
     @property
     def key(self) -> str: ...
@@ -19,7 +19,7 @@ class AnyRecipe(Protocol):
 
 
 class AnyStudy(Protocol):
-    """Measurements that rungs ask for, and `recipe`: of the values that a step keeps."""
+    """Measurements that rungs ask for. `recipe` rebuilds a recipe from the values in a step."""
 
     def recipe(self, values: dict[str, Any]) -> Any: ...
 
@@ -37,7 +37,7 @@ class Candidate:
 class Known:
     """The input of a rung. `steps`: everything that was tried, in order; `seconds_left`: until the search ends.
 
-    `study`: an `AnyStudy`, of networks (`networks/study.py`) or of language models (`language/study.py`).
+    `study`: an `AnyStudy`, of networks (`networks/study.py`) or of language models (`language/recipe.py`).
     """
 
     goal: LadderGoal
@@ -47,7 +47,7 @@ class Known:
 
     @property
     def best(self) -> LadderStep | None:
-        """The candidate that keeps the goal best so far, or is nearest to it."""
+        """The best candidate so far that keeps the goal; if none does, the one nearest to it."""
         made = [step for step in self.steps if step.cost is not None]
         return min(made, key=lambda step: rank(self.goal, step), default=None)
 
@@ -59,7 +59,7 @@ class Known:
 
     @property
     def loses(self) -> bool:
-        """Whether more accuracy is wanted of the best candidate: it loses too much, or the goal is the least loss."""
+        """Whether the best candidate should be more accurate: it loses too much, or the goal is the least loss."""
         best = self.best
         if best is None or best.selection is None:
             return False
@@ -75,7 +75,7 @@ class Known:
         return self.study.recipe(step.recipe)
 
     def over(self, name: str) -> float:
-        """How far the best candidate is above a budget: 1 is at the limit; 0 without that budget."""
+        """The share of a budget that the best candidate uses: above 1 is too much; 0 without that budget."""
         best = self.best
         return 0.0 if best is None or best.cost is None else used(self.goal, best.cost).get(name, 0.0)
 
@@ -86,5 +86,5 @@ class Known:
 
     @property
     def wants_small(self) -> bool:
-        """Whether fewer bytes than 8 bits have are asked for."""
+        """Whether the goal asks for a small file."""
         return self.goal.prefer == "bytes" or "bytes" in self.goal.budget

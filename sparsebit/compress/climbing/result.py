@@ -14,7 +14,7 @@ from sparsebit.report.read_ladder import run_of_ladder
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found. `ladder` has all facts; `folder` has the files.
+    """The result of a search. `ladder` has all facts; `folder` has the files.
 
     `best`: where the best file is, if there is one. `load`: the model that it was written from.
     """

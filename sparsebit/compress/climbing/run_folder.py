@@ -44,7 +44,7 @@ class RunFolder:
     def read(self, identity: str, minutes: float, best: str) -> Ladder | None:
         """The ladder of an earlier call, without folders of steps that were not finished; None at the first call.
 
-        A finished search goes on if it may take more minutes now, or if its result, the file `best`, is gone.
+        A finished search continues if it is given more minutes, or if its result, the file `best`, was deleted.
         """
         file, found = self.path / LADDER, None
         if file.exists():
@@ -69,8 +69,9 @@ class RunFolder:
         while has_more_time and kept and kept[-1].verdict == "out of time":
             kept.pop()
         gone = [place for place, step in enumerate(kept) if not (self.path / step.folder).is_dir()]
+        # Later steps were proposed with the deleted one as known, so they are made again too.
         if gone:
-            log.warning("%s is gone: the search goes on before it", self.path / kept[gone[0]].folder)
+            log.warning("%s was deleted: the search continues from before it", self.path / kept[gone[0]].folder)
             kept = kept[: gone[0]]
         lost = sum(step.seconds for step in ladder.steps[len(kept) :])
         return ladder.replace(

@@ -1,7 +1,10 @@
-"""`Search`: climbs the ladder until no rung has anything to add, or the time is over, and concludes.
+"""`Search`: asks the rungs for candidates until none has a new one or the time is used up, then chooses the best.
 
-The only state is the ladder, which is written after every step. What a rung proposes depends on it alone (and on the
-calibration data), so a killed search continues as if it had not stopped.
+The only state is the ladder, which is written after every step. A rung's proposal depends on the ladder and the
+calibration data alone, so a killed search continues as if it had not stopped. 5 % of the time is kept for the end:
+the fastest candidates are timed again in turns, and the best are judged on samples that the selection never saw.
+
+Invariant: one candidate or rung that raises must not end the search; it becomes a failed step or a log line.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from sparsebit.records.ladder import Cost, Judgement, Ladder, LadderGoal, Ladder
 log = logging.getLogger(__name__)
 
 Show = Callable[[Ladder], None]
-_MOST_FINALS = 3  # candidates that are judged on the final samples
+# At most so many candidates are judged on the final samples: each choice among them makes these samples less unseen.
+_MOST_FINALS = 3
 _NEAR = 1.15  # candidates this near to the fastest are timed again, in turns
-_EQUAL = 1.03  # of candidates that are as fast, the smallest is chosen
+_EQUAL = 1.03  # candidates within 3 % of the fastest count as equally fast; the smallest of them is chosen
 
 
 class Trials(Protocol):
-    """What the search needs of the kind of model: `networks/trial.py`, `language/trial.py`."""
+    """The part of a search that depends on the kind of model: `networks/trial.py`, `language/trial.py`."""
 
     def made(self, recipe: Any, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
         """The candidate, its files in `folder`, measured and judged."""
@@ -63,7 +67,7 @@ class Search:
 
     @property
     def seconds_left(self) -> float:
-        """For candidates: the final judgement has a reserve."""
+        """The time left for candidates, without the reserve for the final judgement."""
         return 60 * self.ladder.goal.minutes * ENDS_AT - self.seconds
 
     def run(self) -> Ladder:
@@ -76,7 +80,7 @@ class Search:
         try:
             self._climb()
         except KeyboardInterrupt:
-            log.warning("interrupted: the best candidate so far is kept; the same call again goes on")
+            log.warning("interrupted: the best candidate so far is kept; repeat the call to continue")
             finished = False
         return self._concluded(finished=finished)
 
@@ -85,8 +89,8 @@ class Search:
             pass
 
     def _climbed_once(self) -> bool:
-        """One pass over the rungs; whether any proposed a candidate that was tried."""
-        went_on = False
+        """Ask every rung in order until it has nothing new; whether any candidate was tried and time is left."""
+        has_tried = False
         for rung in self.rungs:
             while rung.name not in self.given_up and self._has_time():
                 try:
@@ -95,18 +99,18 @@ class Search:
                         if candidate is None or self._is_tried(candidate):
                             break
                         self._try(rung, candidate)
-                        went_on = True
+                        has_tried = True
                 except OutOfTime:
-                    log.info("the time is over while %s was at work", rung.name)
+                    log.info("the time ran out in the rung %s", rung.name)
                     return False
-                except Exception as fault:  # a rung that measures something which this model does not allow
+                except Exception as fault:  # a rung may measure something that this model does not allow
                     level = logging.INFO if isinstance(fault, BudgetError) else logging.WARNING
                     log.log(level, "rung %s proposes nothing: %s: %s", rung.name, type(fault).__name__, fault)
                     self.given_up.add(rung.name)
-        return went_on and self._has_time()
+        return has_tried and self._has_time()
 
     def _has_time(self) -> bool:
-        """Whether the quickest candidate so far would fit into what is left."""
+        """Whether there is time for one more candidate that takes as long as the quickest so far."""
         quickest = min((step.seconds for step in self.ladder.steps if step.cost is not None), default=0.0)
         return self.seconds_left > quickest
 
@@ -127,6 +131,7 @@ class Search:
         best = self._known().kept
         rejects = best.selection.loss if best is not None and best.selection is not None else None
         log.info("%s: %s", name, candidate.why)
+        # If the least loss is wanted, a candidate that certainly loses more than the best one is not judged to the end.
         limit = rejects if self.ladder.goal.prefer == "loss" else None
         began = time.monotonic()
         try:
@@ -166,7 +171,6 @@ class Search:
             if met:
                 chosen = judged
                 break
-            # The next one is judged on the same samples: the more are tried, the less these are unseen.
             log.warning("%s: %s, on samples that the selection never saw", step.name, final)
         if not met and chosen is not None and chosen.selection is not None and chosen.final is None:
             chosen = self._finally_judged(chosen)
@@ -177,18 +181,18 @@ class Search:
         return ladder
 
     def _ranked(self) -> list[LadderStep]:
-        """The judged steps, the best first. What is as fast as the fastest, but for noise, is ordered by size."""
+        """The judged steps, the best first. Steps that are equally fast up to noise are ordered by size."""
         goal = self.ladder.goal
         ranked = sorted((step for step in self.ladder.steps if step.cost is not None), key=lambda s: rank(goal, s))
         if goal.prefer != "latency" or not ranked or ranked[0].verdict != "within":
             return ranked
         limit = _EQUAL * cost_of(goal, _cost(ranked[0]))
         equal = [step for step in ranked if step.verdict == "within" and cost_of(goal, _cost(step)) <= limit]
-        equal.sort(key=lambda step: _cost(step).num_bytes)  # stable: of equal sizes, the faster one first
+        equal.sort(key=lambda step: _cost(step).num_bytes)  # a stable sort: among equal sizes, the faster one is first
         return [*equal, *(step for step in ranked if step not in equal)]
 
     def _time_again(self) -> None:
-        """Latencies that were measured minutes apart differ by noise: the nearest ones are timed in turns."""
+        """Time the fastest candidates again, in turns: times that were measured minutes apart differ by noise."""
         if self.ladder.goal.prefer != "latency":
             return
         kept = [step for step in self.ladder.steps if step.verdict == "within" and step.cost and step.cost.latency]
@@ -221,7 +225,7 @@ def _cost(step: LadderStep) -> Cost:
 
 
 def empty_ladder(identity: str, goal: LadderGoal) -> Ladder:
-    """Of a search that begins."""
+    """The ladder at the beginning of a search."""
     return Ladder(
         identity=identity,
         goal=goal,

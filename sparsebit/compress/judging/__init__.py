@@ -1,1 +1,1 @@
-"""What a candidate loses against the float model: metrics, samples, confidence bounds."""
+"""How much a candidate loses against the float model: metrics, samples, confidence bounds."""

@@ -29,7 +29,7 @@ def _text(value: Any, seen: set[int]) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What makes a function, or an object that is called; nothing of other objects."""
+    """The parts that decide what a function, or the call of an object, computes; none for other objects."""
     if isinstance(value, types.CodeType):
         return [value.co_code, value.co_names, value.co_consts]
     if inspect.isfunction(value):

@@ -1,7 +1,11 @@
 """Judges a candidate against the float model: paired differences on the same samples, with a confidence bound.
 
-Samples are added until the bound lies on one side of the allowed loss, so a bad candidate costs few of them. The
-confidence is shared between the looks (Bonferroni). Selection and the final judgement use different samples.
+There is one judge per form of metric (`judge_of`): one score per sample, one number for all samples, or the user's own
+evaluation. `SampleJudge` adds samples until the bound lies on one side of the allowed loss, so a bad candidate costs
+few of them; the confidence is shared between the looks (Bonferroni).
+
+Invariant: `select`, which is called for every candidate, and `conclude`, which is called for the chosen ones, never see
+the same samples, because the choice among candidates makes the selection's scores too good.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ class SampleJudge:
     float_model: Any
     selection: Sequence[Any]
     final: Sequence[Any]
+    # By `id`: the judge holds the batches, so no other object gets the id of one.
     _known: dict[int, Any] = field(default_factory=dict)  # float scores, or small float outputs, by batch
     _cached: int = 0
 
@@ -88,6 +93,7 @@ class SampleJudge:
             next_look *= 2
             found = self._judgement(scores, limit, confidence)
             assert found.bound is not None
+            # Without an allowed loss, a candidate is only given up if it certainly loses more than the best one.
             if found.loss - found.bound > limit or (allowed is not None and found.is_decided):
                 return found
         return self._judgement(scores, limit, confidence)
@@ -210,7 +216,7 @@ class SetJudge:
             losses = torch.tensor([one - other for one, other in without], dtype=torch.float64)
             # Jackknife: the spread of the loss without one group, scaled up to that of single groups.
             margin = mean_margin(losses) * (groups - 1)
-            bound = margin if math.isfinite(margin) else None  # some metrics need samples that a part may not have
+            bound = margin if math.isfinite(margin) else None  # a metric may be undefined without some samples
         rows = sum(_rows(batch) for batch in batches)
         decided = _is_decided(loss, bound, allowed)
         return Judgement(self.name, self.metric.unit, rows, float_score, score, loss, bound, decided)
@@ -257,7 +263,7 @@ def _is_decided(loss: float, bound: float | None, allowed: float | None) -> bool
 
 @torch.no_grad()
 def _run(model: Model, batch: Any, float_model: Any) -> Any:
-    """The outputs of a batch; the batch itself stays as it is if the model writes into its inputs."""
+    """The outputs of a batch. The model gets a copy, because it may write into its inputs."""
     args, kwargs = _copied(inputs_of(batch, float_model))
     return model(*args, **kwargs)
 

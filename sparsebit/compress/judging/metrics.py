@@ -1,4 +1,4 @@
-"""What a search measures: the user's metric in one of its forms, or the agreement with the float model.
+"""The metric of a search: the user's own in one of its forms, or the agreement with the float model.
 
 A metric is a score, higher is better. It has one of these forms:
 
@@ -34,7 +34,7 @@ POINTS = "points"
 class PerSample:
     """A metric with one score per sample: `scores(outputs, batch, reference)`.
 
-    `needs_reference`: `reference` is the float model's outputs on this batch; otherwise it is not looked at.
+    `needs_reference`: `reference` must be the float model's outputs on this batch; otherwise it is not used.
     """
 
     scores: Callable[[Any, Any, Any], Tensor]
@@ -93,7 +93,7 @@ def cosine(outputs: Any, batch: Any, reference: Any) -> Tensor:
 
 
 def noise(outputs: Any, batch: Any, reference: Any) -> Tensor:
-    """Minus the noise of all float outputs relative to their signal, in percent: 1 % is an SQNR of 40 dB."""
+    """The negated ratio of noise to signal over all float outputs, in percent: -1 % is an SQNR of 40 dB."""
     del batch
     pairs = list(zip(_floats(outputs), _floats(reference), strict=True))
     signal, error = torch.zeros(()).double(), torch.zeros(()).double()

@@ -1,4 +1,4 @@
-"""Which samples calibrate, which ones select among candidates, and which ones give the final judgement."""
+"""Splits the data: samples that calibrate, samples that select among candidates, samples for the final judgement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import batches_of, rows_of, to_device
 
 _PIECE = 64  # samples; a judge decides after whole pieces
-_FEWEST = 4  # batches to take apart
+_FEWEST = 4  # pieces: two to calibrate, one to select, one for the final judgement
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def split(data: Any, validation: Any, *, needs_samples: bool) -> Samples:
         parts = _enough(calibration, _FEWEST, "data")
         half = math.ceil(len(parts) / 2)
         calibration, judging = parts[:half], parts[half:]
+    # Pieces alternate, so that both parts cover data that is sorted.
     return Samples(calibration, judging[0::2], judging[1::2])
 
 
@@ -51,7 +52,7 @@ def _listed(data: Any, name: str) -> list[Any]:
 
 
 def pieces_of(batches: Sequence[Any], size: int) -> list[Any]:
-    """The batches in pieces of at most `size` samples; a batch that cannot be taken apart is one piece."""
+    """The batches in pieces of at most `size` samples; a batch that cannot be split is one piece."""
     rows = [_rows(batch) for batch in batches]
     return [piece for batch, count in zip(batches, rows, strict=True) for piece in _pieces(batch, count, size)]
 
@@ -63,8 +64,8 @@ def _enough(batches: list[Any], fewest: int, name: str) -> list[Any]:
     pieces = pieces_of(batches, size)
     if len(pieces) < fewest:
         raise CalibrationError(
-            f"{name} holds {len(pieces)} batches that cannot be taken apart, and {fewest} are needed: some judge the "
-            "candidates that others did not; give more and smaller batches"
+            f"{name} holds {len(pieces)} batches that cannot be split, and {fewest} are needed, because candidates are "
+            "selected and finally judged on different samples; give more and smaller batches"
         )
     return pieces
 

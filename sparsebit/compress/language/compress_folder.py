@@ -31,7 +31,7 @@ from sparsebit.llm.models.hub_models import local_folder
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.records.ladder import Cost, Ladder, LadderGoal
 
-_WINDOWS, _FEWEST = 128, 8  # that judge, at most and at least
+_WINDOWS, _FEWEST = 128, 8  # windows of text that judge: at most, at least
 _BATCH = 4
 Text = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -77,7 +77,7 @@ def compress_folder(
 
 
 def _calibration(data: Text | Calibration) -> Calibration:
-    """As given, or of these text files."""
+    """The calibration as it was given, or one that draws from these text files."""
     if isinstance(data, Calibration):
         return data
     given = [data] if isinstance(data, str | os.PathLike) else list(data)
@@ -125,7 +125,7 @@ def _write_outcome(run: RunFolder, ladder: Ladder, source: Path, calibration: Ca
 
 
 def command(source: Path, recipe: LanguageRecipe, calibration: Calibration) -> str:
-    """The line that quantizes as the recipe says, without a search."""
+    """The command line that quantizes by this recipe, without a search."""
     usual = Calibration(calibration.text)
     drawn = {field.name: getattr(calibration, field.name) for field in fields(Calibration) if field.name != "text"}
     changed = {name: value for name, value in drawn.items() if value != getattr(usual, name)}

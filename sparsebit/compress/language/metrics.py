@@ -1,4 +1,4 @@
-"""What a language model is judged by: its own likelihood of held-out text, or the divergence from the float model."""
+"""The metrics of language models: the likelihood of held-out text, and the divergence from the float model."""
 
 from __future__ import annotations
 

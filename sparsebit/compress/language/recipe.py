@@ -1,4 +1,4 @@
-"""`LanguageRecipe`: what makes a candidate of a language model, as values: fields of `sparsebit.llm.Recipe`."""
+"""`LanguageRecipe`: how a candidate of a language model is made, as plain values; `LanguageStudy`: facts for rungs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparsebit.llm.recipe import Recipe
 
 @dataclass(frozen=True)
 class LanguageRecipe:
-    """`options`: what is set beside the usual values of the target."""
+    """`options`: fields of `sparsebit.llm.Recipe` that differ from the target's usual values."""
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
-        """As `sparsebit.llm.quantize` takes it; a ConfigError for what the target does not store."""
+        """The recipe for `sparsebit.llm.quantize`; a ConfigError if the target does not store such numbers."""
         return recipe_for(self.target, **self.options)
 
     def replace(self, **options: Any) -> LanguageRecipe:
@@ -55,7 +55,7 @@ _GROUPS = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class LanguageStudy:
-    """What rungs may ask for. `float_bytes`: of the float folder; `columns`: how many inputs its layers have."""
+    """Facts that rungs may ask for. `float_bytes`: of the float folder; `columns`: the input widths of its layers."""
 
     float_bytes: int
     columns: frozenset[int]

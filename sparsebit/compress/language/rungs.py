@@ -1,4 +1,10 @@
-"""The rungs of language models: each proposes the next candidate from what is known, or None."""
+"""The rungs of language models: each proposes the next candidate from what is known, or None.
+
+Every candidate starts from the target's usual recipe with the largest group that fits (`_candidate`) and changes a few
+options. Sizes can be computed before a candidate is made, so the mixed bits aim at a budget directly (`_bits_wanted`);
+losses cannot, so without a budget they are found by bisection between candidates that kept the loss and those that did
+not. `networks/rungs.py` is the same for networks.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +19,15 @@ from sparsebit.records.ladder import LadderStep
 
 LANGUAGE_RUNGS = LADDERS["language models"]
 _MOST_MIXED = 4
-_CLOSE = 0.02  # of a budget: with less left, another mix is not worth its time
+_CLOSE = 0.02  # bits: a mix that differs by less is not worth its time
 
 
 @register_rung("eight bits", order=10, models="language models")
 def eight_bits(known: Known) -> Candidate | None:
-    """8 bits, rounded to nearest: what hardly loses anything."""
+    """8 bits, rounded to nearest: they lose hardly anything."""
     if known.of("eight bits") or 8 not in _row(known).bits:
         return None
-    return _candidate(known, "w8", "8 bits rounded to nearest hardly lose anything", {"method": "rtn", "bits": 8})
+    return _candidate(known, "w8", "8 bits rounded to nearest lose hardly anything", {"method": "rtn", "bits": 8})
 
 
 @register_rung("four bits", order=20, models="language models")
@@ -34,7 +40,7 @@ def four_bits(known: Known) -> Candidate | None:
 
 @register_rung("scales", order=30, models="language models")
 def scales(known: Known) -> Candidate | None:
-    """Scales that are judged by GPTQ itself."""
+    """Scales are chosen by the error after GPTQ, not after rounding to nearest."""
     four = _of_four_bits(known)
     if four is None or not known.loses or known.of("scales"):
         return None
@@ -44,7 +50,7 @@ def scales(known: Known) -> Candidate | None:
 
 @register_rung("small groups", order=40, models="language models")
 def small_groups(known: Known) -> Candidate | None:
-    """The smallest usual groups: a scale for fewer weights."""
+    """The smallest usual groups: each scale then serves fewer weights."""
     four, groups = _of_four_bits(known), [size for size in known.study.groups(known.goal.target) if size >= 32]
     if four is None or not known.loses or known.of("small groups") or len(groups) < 2:
         return None
@@ -112,19 +118,22 @@ def _of_four_bits(known: Known) -> LadderStep | None:
 
 
 def _best_options(known: Known) -> dict[str, Any]:
-    """What the better of the judged ways of 4 bits sets."""
+    """The options of the better 4-bit candidate so far."""
     steps = [step for name in ("four bits", "scales") for step in known.of(name) if step.selection is not None]
     best = min(steps, key=lambda step: step.selection.loss if step.selection else 0.0, default=None)
     return {} if best is None else dict(known.recipe(best).options)
 
 
 def _small_group(known: Known) -> int | None:
-    """Of 64 weights, for very few bits; None if the target or the model has none."""
+    """Groups of 64 weights, for very few bits; None if the target or the model does not allow them."""
     return 64 if 64 in known.study.groups(known.goal.target) else None
 
 
 def _bits_wanted(known: Known, made: list[LadderStep]) -> float | None:
-    """The mean bits of codes that reach the budget, or lie between the last that kept the loss and the one below."""
+    """Mean bits of the codes that just fit the budget; without one, halfway between kept and exceeded loss.
+
+    0.01 bits are left as a margin, since layers take whole numbers of bits.
+    """
     scales_bits = min(step.cost.bits - _mean_bits(known, step) for step in made if step.cost and step.cost.bits)
     if "bits" in known.goal.budget:
         return known.goal.budget["bits"] - scales_bits - 0.01
@@ -139,7 +148,7 @@ def _bits_wanted(known: Known, made: list[LadderStep]) -> float | None:
 
 
 def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
-    """Bytes grow with the bits in a line, through the two candidates nearest to the limit."""
+    """Bytes grow linearly with bits: the line goes through the candidates with the fewest and the most bits."""
     limit = known.goal.budget["bytes"]
     size = limit * known.study.float_bytes if limit <= 1 else limit
     apart = {_mean_bits(known, step): step.cost.num_bytes for step in made if step.cost}
@@ -150,6 +159,6 @@ def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
 
 
 def _mean_bits(known: Known, step: LadderStep) -> float:
-    """Of the codes, without scales."""
+    """The mean bits of the codes, without scales."""
     recipe = known.recipe(step).recipe
     return float(recipe.average_bits if recipe.is_mixed else recipe.bits)

@@ -30,7 +30,7 @@ class LanguageTrials:
     device: str
 
     def made(self, recipe: LanguageRecipe, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
-        """The step with its results. `rejects_above`: a loss that a better candidate does not reach."""
+        """The step with its results. `rejects_above`: judging may stop once the loss is certainly above this."""
         made = quantize(self.source, folder / PACKED, recipe.recipe, self.calibration, device=self.device)
         assert made.check is not None
         parity = f"{made.check.reader} computes our logits, at most {made.check.difference:.2g} off"
@@ -68,6 +68,6 @@ def file_of(target: str, folder: Path) -> Path:
 
 
 def bytes_of(path: Path) -> int:
-    """Of a file, or of all files in a folder."""
+    """The size of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
     return sum(one.stat().st_size for one in files)

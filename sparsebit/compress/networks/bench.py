@@ -1,4 +1,9 @@
-"""`Bench`: what every candidate is made from and measured with: the float model and file, data, judge and clock."""
+"""`Bench`: the shared inputs of all candidates: the float model and its file, the data, the judge and the stopwatch.
+
+It is built once per search (`compress.py`); `trial.py` makes candidates with it and `study.py` measures with it. Costs
+are shares of the float file's cost in the same runtime, so `float_cost` is measured first. `Example` holds how the
+model is called, and which sizes (batch, length) a file leaves open: those in which the calibration batches differ.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +45,13 @@ class Example:
     axes: Axes | None
 
     def with_samples(self, count: int) -> Call:
-        """The call with this many samples, the same again if there are too few."""
+        """The call with this many samples; samples repeat if there are too few."""
         found: Call = self.rows.of(self.call, [row % self.rows.count for row in range(count)])
         return found
 
     @property
     def batch(self) -> Any:
-        """What a file is written from. Two samples, because torch.export takes a size of one as fixed."""
+        """The example that files are exported with. Two samples, because torch.export treats a size of 1 as fixed."""
         args, kwargs = self.with_samples(2 if self.axes else self.rows.count)
         return kwargs or args
 
@@ -75,7 +80,7 @@ def example_of(model: nn.Module, batches: Sequence[Any]) -> Example:
 
 
 def _named(call: Call, signature: inspect.Signature) -> dict[str, Tensor]:
-    """The tensors of a call by the names that the file gives them."""
+    """The tensors of a call, by their input names in the file."""
     args, kwargs = call[0], in_order(call[1], signature)
     return dict(zip(input_names(args, kwargs, signature, None), flat_inputs(args, kwargs), strict=True))
 
@@ -98,7 +103,7 @@ class Bench:
         return PROFILES[self.goal.target].executes or "onnxruntime"
 
     def runner(self, file: Path, qmodel: QuantModel) -> Model:
-        """What is judged: the file in its runtime; the simulation if the target does not run here."""
+        """The model that is judged: the file in its runtime; the simulation if the target does not run here."""
         if self.stopwatch is None:
             return qmodel
         return RuntimeModel(file, self.runtime, self.model, self.example.outputs)
@@ -125,8 +130,8 @@ class Bench:
 
 
 def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopwatch | None:
-    """Times one sample with one thread, a whole batch of a file without open sizes; None if files do not run here."""
-    runtime = PROFILES[goal.target].executes
+    """A timer of one sample (of the whole batch, if the batch size is fixed); None if the target is not timed here."""
+    runtime = PROFILES[goal.target].timed_in
     if runtime is None:
         return None
     call = example.with_samples(1) if example.axes else example.call
@@ -137,7 +142,7 @@ def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopw
 
 
 def float_cost(file: Path, model: nn.Module, example: Example, stopwatch: Stopwatch | None) -> Cost:
-    """What the float file costs: the reference of all shares."""
+    """The cost of the float file, to which all shares refer."""
     milliseconds = None
     if stopwatch is not None:
         milliseconds = stopwatch.ratios({"float": file.read_bytes()}, 1.0)["float"].ms
@@ -153,7 +158,7 @@ def write_float(model: nn.Module, example: Example, target: Path) -> Axes | None
         options = OnnxOptions(dynamic_axes=example.axes if axes else None, opset_version=PROFILES["virtual"].opset)
         try:
             made: Any = to_onnx(model, args, in_order(kwargs, signature), options, signature=signature)
-        except Exception:  # anything may be raised by a model that runs with its own number of samples only
+        except Exception:  # a model that runs with one number of samples only may raise anything
             if axes:
                 continue
             raise

@@ -26,7 +26,7 @@ from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.planning.sites import split_site
 from sparsebit.quantization.post_training import quantize
-from sparsebit.sparse.budgets.layer_budgets import LayerWeight, tables
+from sparsebit.sparse.budgets.layer_budgets import LayerWeight, tables, tightened
 from sparsebit.sparse.budgets.ratio_search import CANDIDATES, RatioOptions, check_budgets
 from sparsebit.sparse.shrinking.surgery import apply_plan
 from sparsebit.sparse.sparse_config import SparseConfig
@@ -56,9 +56,9 @@ class JointChoice:
     limits: Mapping[str, float]
 
     def __str__(self) -> str:
-        told = "of the dense float model's"
-        lines = [f"{name}: {self.spent[name]:.4f} {told}, {limit:g} allowed" for name, limit in self.limits.items()]
-        lines += [f"  {ratio:6.3f} of the channels of {name} go" for name, ratio in self.ratios.items()]
+        whole = "of the dense float model's"
+        lines = [f"{name}: {self.spent[name]:.4f} {whole}, {limit:g} allowed" for name, limit in self.limits.items()]
+        lines += [f"  {ratio:6.3f} of the channels of {name} are removed" for name, ratio in self.ratios.items()]
         return "\n".join([*lines, *(f"  {count:2d} bits  {name}" for name, count in self.bits.items())])
 
 
@@ -107,7 +107,7 @@ def choose_channels_and_bits(
         over = {name: spent[name] / limit for name, limit in budgets.items()}
         if max(over.values()) <= 1:
             break
-        limits = {name: limit * min(1.0, 0.998 / over[name]) for name, limit in limits.items()}
+        limits = tightened(limits, over)
     layers = {split_site(site)[0]: count for site, count in bits.items()}
     changed = with_bits(qmodel.config, qmodel.plan.layers, layers, {})
     return JointChoice(smodel.config_of(ratios), changed, ratios, bits, cost, spent, dict(budgets))
@@ -121,22 +121,24 @@ class _Program:
     ) -> None:
         self.weights, self.noise, self.activation_bits = options.weights, noise, activation_bits
         self.counts = {name: [len(units) for units in removed] for name, removed in options.removed.items()}
-        made: dict[str, list[LayerWeight]] = {name: [] for name in options.ratios}
+        writing: dict[str, list[LayerWeight]] = {name: [] for name in options.ratios}
         for weight in self.weights:
-            if weight.name in noise and weight.made:
-                made[weight.made].append(weight)
+            if weight.name in noise and weight.output_group:
+                writing[weight.output_group].append(weight)
         self.options: dict[str, list[tuple[int, int]]] = {}  # (place of the ratio, bits)
         self.costs: dict[str, list[float]] = {}
-        for name, makers in made.items():
-            allowed = sorted(set.intersection(*(set(noise[w.name]) for w in makers))) if makers else [_FLOAT_BITS]
+        for name, writers in writing.items():
+            # All weights that write these channels get the same bits: those that each of them was measured with.
+            allowed = sorted(set.intersection(*(set(noise[w.name]) for w in writers))) if writers else [_FLOAT_BITS]
             self.options[name] = [(place, bits) for place in range(len(options.ratios[name])) for bits in allowed]
+            # The rounding noise of a weight shrinks with the channels that are removed from it.
             self.costs[name] = [
                 options.costs[name][place]
-                + sum(noise[w.name][bits] * (1 - dict(w.axes)[name] * self.counts[name][place]) for w in makers)
+                + sum(noise[w.name][bits] * (1 - dict(w.axes)[name] * self.counts[name][place]) for w in writers)
                 for place, bits in self.options[name]
             ]
         for weight in self.weights:
-            if weight.name in noise and not weight.made:
+            if weight.name in noise and not weight.output_group:
                 item = _own(weight.name)
                 self.options[item] = [(0, bits) for bits in sorted(noise[weight.name])]
                 self.costs[item] = [noise[weight.name][bits] for _, bits in self.options[item]]
@@ -161,7 +163,7 @@ class _Program:
 
     def _item(self, weight: LayerWeight) -> str:
         """The item that decides the bits of a weight; empty if it stays float."""
-        return (weight.made or _own(weight.name)) if weight.name in self.noise else ""
+        return (weight.output_group or _own(weight.name)) if weight.name in self.noise else ""
 
     def _amount(self, name: str, weight: LayerWeight, share: float, bits: int, *, dense: bool = False) -> float:
         if name == "bytes":

@@ -1,4 +1,4 @@
-"""The results of a search in its folder: `best.onnx` with what makes it again, records, and the training script."""
+"""Writes the results of a search into its folder: `best.onnx`, files that rebuild it, records, a training script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REASON_SHARE = 0.05  # of the time, to find them, unless a rung already has
 
 
 def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
-    """Write the best candidate's files to the top of the run; returns the ladder with how to make it again."""
+    """Write the best candidate's files to the top of the run; returns the ladder with the call that rebuilds it."""
     if not ladder.best:
         run.write(ladder)
         return ladder

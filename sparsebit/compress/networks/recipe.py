@@ -1,4 +1,4 @@
-"""`Recipe`: what makes a candidate, as values: a config, a placement, and what is pruned."""
+"""`Recipe`: how a candidate of a network is made, as plain values: a config, a placement, and what is pruned."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recipe:
         return quantize(net, batches, self.config, **how)  # type: ignore[arg-type]  # names of its own keywords
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a record and to tell recipes apart."""
+        """Plain values, for records and for `key`."""
         placement: Any = self.placement
         if isinstance(placement, PlacementProfile):
             placement = to_plain(placement, PlacementProfile)

@@ -1,7 +1,11 @@
 """The rungs of networks: each proposes the next candidate from what is known, or None if it has nothing to add.
 
-What is cheap and likely comes first. A search asks every rung in order, again and again, until none proposes anything
-new.
+A rung sees the goal and all steps so far (`Known`), and starts from one of them: the best, or the first with 4 or 8
+bits. Cheap and promising rungs have small orders. The search asks every rung in order, again and again, until none has
+a new candidate; a candidate whose recipe was tried already counts as none, so a rung may propose it again.
+
+Sizes before quantization are estimated from measured files (`_packed`, `_share_under_budget`): a file also holds its
+graph, scales and float layers, so the share that is asked for is corrected by what the last files took.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from sparsebit.sparse.sparse_config import parse_sconfig
 
 RUNGS = LADDERS["networks"]
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
-_SPARE = 0.015  # of a budget of bytes: with more left, fewer channels could go
-_FEWEST_LEARNING_STEPS = 100  # below that nothing is gained
+_SPARE = 0.015  # the unused share of a budget of bytes above which another try is worth its time
+_FEWEST_LEARNING_STEPS = 100  # fewer steps gain nothing
 
 
 @register_rung("eight bits", order=10)
 def eight_bits(known: Known) -> Candidate | None:
-    """8 bits, as the profile of the target says."""
+    """8 bits in the formats of the target's profile."""
     if known.of("eight bits") or (_cannot_fit(known, 8) and set(known.goal.budget) == {"bytes"}):
         return None
     why = f"8 bits in the formats that {known.goal.target} runs cost little accuracy and are the fastest"
@@ -38,7 +42,7 @@ def measured_placement(known: Known) -> Candidate | None:
     """Layers that are slower in integers stay float: measured on this machine."""
     wants_time = known.goal.prefer == "latency" or "latency" in known.goal.budget
     best = known.best
-    if best is None or not wants_time or PROFILES[known.goal.target].executes is None:
+    if best is None or not wants_time or PROFILES[known.goal.target].timed_in is None:
         return None
     recipe = known.recipe(best)
     if recipe.placement != "default" or best.verdict == "too much loss":
@@ -128,6 +132,7 @@ def mixed_bits(known: Known) -> Candidate | None:
     if four is None or four.cost is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
         return None
     most = 1.0 if eight is None or eight.cost is None else eight.cost.bytes_ratio
+    # One bit of every weight is 1/32 of the float file's weights.
     least = four.cost.bytes_ratio - (4 - bits[0]) / 32
     low, high = (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, most)
     if "bytes" in known.goal.budget:
@@ -175,7 +180,7 @@ def channels(known: Known) -> Candidate | None:
     eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
     if eight is None or eight.cost is None:
         return None
-    # The quantized file takes `before` of the float file's amount, so channels must bring the rest of the way.
+    # The quantized file takes `before` of the float amount; channels save the rest, each try 5 % more than the last.
     before = {"latency": eight.cost.latency, "macs": 1.0}[name] or 1.0
     share = min(0.95, _limit(known, name) / before * 0.97 * 0.95 ** len(tried))
     sconfig, round_to = known.study.channels({name: share})
@@ -186,14 +191,14 @@ def channels(known: Known) -> Candidate | None:
 
 @register_rung("learning", order=100)
 def learning(known: Known) -> Candidate | None:
-    """The best candidate without some channels learns the outputs of the float model, before it is quantized."""
+    """The best pruned candidate learns the outputs of the float model before it is quantized."""
     best = known.best
     if best is None or best.verdict == "over budget" or not known.loses:
         return None
     recipe, steps = known.recipe(best), known.study.learning_steps(known.goal.minutes)
     if recipe.sconfig is None or recipe.learning_steps or steps < _FEWEST_LEARNING_STEPS:
         return None
-    why = f"{best.name} {_loss(best)}; what is left of the channels learns the float model's outputs in {steps} steps"
+    why = f"{best.name} {_loss(best)}; the pruned model learns the float model's outputs in {steps} steps"
     return Candidate(f"{_base(best)}-learned", why, recipe.replace(learning_steps=steps))
 
 
@@ -250,21 +255,22 @@ def _needs_fewer_bytes(known: Known) -> bool:
 
 
 def _cannot_fit(known: Known, bits: int) -> bool:
-    """Whether weights of so many bits, without anything else, are more than the budget of bytes."""
+    """Whether the weights alone, at this many bits, exceed the budget of bytes."""
     return "bytes" in known.goal.budget and _limit(known, "bytes") < bits / 32
 
 
 def _share_under_budget(known: Known, tried: list[LadderStep]) -> float | None:
-    """The share to ask for so that the file just fits; None if the last file does. A file is not what was planned."""
+    """The share to ask for so that the file just fits, corrected by how far earlier files missed it; None: it fits."""
     limit = _limit(known, "bytes")
     spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
     if spares and 0 <= spares[-1] < _SPARE * limit:
         return None
+    # An excess is corrected by more than itself and a rest by less, so that the next file stays below the limit.
     return limit + sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
 
 
 def _packed(share: float, four: LadderStep) -> float:
-    """A share of the file's bytes as one of the weights': a file also holds its graph and scales."""
+    """The share of the weights' bytes in this share of the file's: a file also holds its graph and scales."""
     assert four.cost is not None
-    rest = max(0.0, four.cost.bytes_ratio - 0.125)
+    rest = max(0.0, four.cost.bytes_ratio - 0.125)  # 4-bit weights alone are 4/32 of the float ones
     return share - rest

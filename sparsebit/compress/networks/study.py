@@ -1,4 +1,4 @@
-"""`Study`: what the rungs of networks may measure on the calibration data."""
+"""`Study`: the measurements on the calibration data that rungs of networks may ask for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from sparsebit.sparse.sparse_model import SparseModel
 _CHANNELS = f"{{DEVICE: {DEVICE}, SPARSER: {{TYPE: structured}}}}"
 WORST_LAYERS = "worst_layers.json"  # in the folder of a candidate
 _NUM_WORST, _FEW_SAMPLES = 8, 8
-# Passes of one step, each as many operations as a forward; and what two ordinary cores do in a second.
+# Passes of one training step, each as long as a forward; and the operations per second of two ordinary cores. Constants
+# instead of a measurement, so that a repeated search proposes the same number of steps.
 _TEACHER_PASSES, _STUDENT_PASSES, _OPERATIONS_PER_S = 1, 3, 4e10
 _LEARNING_SHARE, _MOST_LEARNING_STEPS = 0.25, 2000
 
@@ -74,7 +75,8 @@ class Study:
     def worst_layers(self, step: LadderStep) -> list[str]:
         """The layers of a finished candidate that cost the most accuracy, the worst first, by a few samples.
 
-        The model runs twice for every layer, and nothing else of a search takes as long: the folder keeps the answer.
+        The model runs twice for every layer, which takes longer than anything else in a search; the folder keeps the
+        result.
         """
         known = self.root / step.folder / WORST_LAYERS
         if known.is_file():

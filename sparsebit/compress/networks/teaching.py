@@ -1,4 +1,4 @@
-"""`learn_outputs`: a model that lost channels learns the outputs of the whole one, without labels."""
+"""`learn_outputs`: distillation without labels: a pruned model learns the outputs of the dense one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sparsebit.progress import track
 log = logging.getLogger(__name__)
 
 BATCH = 32
-_HELD = 8  # one piece in so many is not learned from, and decides whether the result is kept
-# A step of Adam moves a weight by about this share of the weights' size, so one rate fits networks of every scale.
+_HELD = 8  # every eighth piece is held out, to decide whether the result is kept
+# The rate relative to a parameter's root mean square: Adam moves each weight by about its rate, so one value fits all.
 _RATE, _LEAST_RATE = 0.004, 1e-5
 
 
 def learn_outputs(student: nn.Module, teacher: nn.Module, batches: Sequence[Any], steps: int) -> nn.Module:
     """A copy of the student after this many steps; the student itself if that is worse on held-out samples.
 
-    Norms use their running statistics, and images are mirrored and shifted. The same data gives the same weights.
+    Norms use their running statistics, and images are mirrored and shifted. The same data leads to the same weights.
     """
     pieces = pieces_of(batches, BATCH)
     held, learned = (pieces[::_HELD], [piece for place, piece in enumerate(pieces) if place % _HELD])

@@ -31,7 +31,7 @@ class NetworkTrials:
     bench: Bench
 
     def made(self, recipe: Recipe, step: LadderStep, folder: Path, rejects_above: float | None) -> LadderStep:
-        """The step with its results. `rejects_above`: a loss that a better candidate does not reach."""
+        """The step with its results. `rejects_above`: judging may stop once the loss is certainly above this."""
         bench = self.bench
         with measured("compress") as run:
             net = recipe.net(bench.model, bench.calibration)

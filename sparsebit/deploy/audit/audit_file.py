@@ -1,8 +1,8 @@
 """`audit`: does a quantized file run in integers, is it faster than float, and if not, why?
 
-The runtime's own optimized graph is the evidence (`onnxruntime_graph`, `openvino_graph`); `fusion_reasons` explains
-each layer that it runs in float, and `verdict` sums up. Float and quantized file are timed in turns, since a busy
-machine would otherwise favour one of them.
+The evidence is the graph that the runtime itself optimized (`onnxruntime_graph`, `openvino_graph`), not the file.
+`fusion_reasons` explains each layer that runs in float, and `verdict` sums up. The float and the quantized file are
+timed in turns: on a busy machine, times that are measured one after the other would favour one of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 from sparsebit.deploy.audit import onnxruntime_graph as audit_onnxruntime
 from sparsebit.deploy.audit import openvino_graph as audit_openvino
+from sparsebit.deploy.audit import qnn_graph as audit_qnn
 from sparsebit.deploy.audit.fusion_reasons import reason_for
 from sparsebit.deploy.audit.layer_facts import LayerFacts
 from sparsebit.deploy.audit.onnxruntime_graph import Execution
+from sparsebit.deploy.audit.program_file import audit_program
 from sparsebit.deploy.audit.region_times import region_times
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.verdict import verdict
@@ -27,22 +29,29 @@ from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_lay
 from sparsebit.deploy.onnx_graph.model_file import num_bytes
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, TWO_GIGABYTES, Graph, load_model
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.deploy.sessions.cpu import cpu_name, is_arm, saturates
 from sparsebit.deploy.sessions.random_inputs import made_up_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session, check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.runtime_sessions import SIMULATORS, check_runtime, open_session, runtime_version
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.deploy.sessions.timing import interleaved
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Audit, Latency, LayerRun
 from sparsebit.records.phases import phase
 
 _NUM_NAMES = 3
-# Of the time for whole calls, what the times of single layers take; and how many rounds of them.
+# Timing single layers takes this share of the time for whole calls, in at least and at most so many rounds.
 _LAYERS_SHARE, _FEWEST_ROUNDS, _MOST_ROUNDS = 0.15, 3, 20
 _KEEP_FLOAT = (
     "what the file keeps in float is not computed in float; export_onnx of this release keeps it so, or open the "
     "session with session.disable_quant_qdq=1, which runs everything in float"
 )
 _MOVING = MOVES | {"Concat", "Gather", "MaxPool", "Pad", "Resize", "Slice", "Split"}
+_EXECUTED = {
+    "onnxruntime": audit_onnxruntime.executed,
+    "openvino": audit_openvino.executed,
+    "qnn": audit_qnn.executed,
+}
 _SATURATION = (
     "this CPU has no VNNI: sums of uint8 x int8 products may clip at 16 bits, which costs accuracy; compare the file's "
     "accuracy here with the simulation's, or deploy where there is VNNI"
@@ -65,13 +74,16 @@ def audit(
 
     `against`: the float file; without it the quantized file with its quantization taken out (`float_twin`).
     `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
-    `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing.
+    A program (`.pte`, `.pt2`) is opened in the runtime of its ending; it is timed only if `against` is given.
+    `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing. A simulator is never timed.
     """
-    check_runtime(runtime)
     path = Path(file)
+    if (owner := owner_of(path)) is not None:
+        return audit_program(path, owner, against, feeds, (num_threads, repeats, budget_s))
+    check_runtime(runtime)
     model = load_model(path)
     graph = Graph(_with_types(model))
-    executed = audit_onnxruntime.executed if runtime == "onnxruntime" else audit_openvino.executed
+    executed = _EXECUTED[runtime]
     with _named(path, graph) as named:
         execution, session = executed(named, graph, num_threads=num_threads)
     layers = _layers(graph, execution, runtime)
@@ -86,7 +98,7 @@ def audit(
         num_bytes=num_bytes(path),
         warnings=tuple(_warnings(graph, layers, runtime)),
     )
-    if repeats != 0:
+    if repeats != 0 and runtime not in SIMULATORS:
         arrays, words = made_up_feeds(model, feeds=feeds, shapes=shapes)
         found = replace(found, feeds=words)
         found = _compared(found, model, against, session, arrays, repeats, budget_s)
@@ -151,7 +163,7 @@ def _latency(
 def _timed(
     found: Audit, model: Any, float_file: Path, arrays: dict[str, Any], latency: dict[str, Latency], budget_s: float
 ) -> tuple[LayerRun, ...]:
-    """The layers with their times in both files, by the runtime's own clock, in a part of the time for whole calls."""
+    """The layers with their times in both files, measured by the runtime's own profiler."""
     if model.ByteSize() > TWO_GIGABYTES:
         return found.layers
     one_round_s = sum(timed.wall_ms for timed in latency.values()) / 1e3
@@ -178,7 +190,7 @@ def _float_file(model: Any, against: Any) -> Iterator[tuple[Path, int]]:
 
 @contextlib.contextmanager
 def _named(path: Path, graph: Graph) -> Iterator[Path]:
-    """The file, or a copy of it in which every node has a unique name, by which runtimes identify it."""
+    """The file, or a copy in which every node has a unique name: layers are found in the runtime's graph by name."""
     names = [node.name for node in graph.nodes]
     if "" not in names and len(set(names)) == len(names):
         yield path
@@ -198,9 +210,11 @@ def _saved(model: Any, path: Path) -> Path:
 def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Iterator[str]:
     """Warnings about this machine and this file."""
     multiplies = any(layer.heavy and layer.arithmetic == "integer" for layer in layers)
-    if saturates() and multiplies:
+    if runtime in SIMULATORS:
+        yield f"{runtime} is simulated here: a simulator's time says nothing about the device, so nothing was timed"
+    elif saturates() and multiplies:
         yield _SATURATION
-    if is_arm() and multiplies:
+    elif is_arm() and multiplies:
         yield "this is an ARM processor: what is fused and how fast it is differs from x86; audit where you deploy"
     if rounded := [layer.name for layer in layers if layer.rounds_weight]:
         how = "to int8 by itself, with one scale for all channels"
@@ -213,7 +227,7 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Itera
             f"its export: export it again{compare if runtime == 'onnxruntime' else ''}"
         )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
-        yield "layers inside If, Loop and Scan are not looked into"
+        yield "layers inside If, Loop and Scan are not examined"
 
 
 def _is_rounded_against_the_plan(layer: LayerRun, runtime: str) -> bool:

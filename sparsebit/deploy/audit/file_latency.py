@@ -10,7 +10,8 @@ from typing import Any
 
 from sparsebit.deploy.audit.region_times import RegionTimes, region_times
 from sparsebit.deploy.comparing.parity import decibels
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.deploy.sessions.timing import interleaved
 
 
@@ -37,9 +38,10 @@ class Stopwatch:
         self._open: dict[str, Session] = {}
 
     def ratios(self, files: Mapping[str, bytes], budget_s: float) -> dict[str, Timed]:
-        """The time of every file over that of the first. A name means the same file in all calls."""
+        """The time of every file over that of the first. Sessions stay open by name, so a name must keep its file."""
         for name in [name for name in self._open if name not in files]:
             del self._open[name]
+        # Sessions of earlier files hold memory and threads, which would disturb the timing.
         gc.collect()
         sessions = {name: self._session(name, file) for name, file in files.items()}
         runs = {name: partial(session.run, _feeds(session, self.samples[0])) for name, session in sessions.items()}

@@ -1,6 +1,7 @@
 """Why a layer runs in float and what to do about it: a table of patterns around the layer, in order of priority.
 
-The patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
+`ROWS` is the table; the first row that applies is the reason, so a general row must come after the special ones. The
+patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
 tests trigger every row of ONNX Runtime with a real file in the real runtime.
 """
 
@@ -14,7 +15,7 @@ from sparsebit.deploy.onnx_graph.qdq_graph import MOVES, QUANTIZE, Quantization
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.cpu import is_arm
 
-_ORT, _OPENVINO = "onnxruntime", "openvino"
+_ORT, _OPENVINO, _QNN = "onnxruntime", "openvino", "qnn"
 _BYTES = frozenset({"int8", "uint8"})
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "attention"})  # of the op table
@@ -27,6 +28,12 @@ INTEGER_KERNELS = {
     _OPENVINO: frozenset(
         {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sum", "Mul", "Concat", "MaxPool", "AveragePool",
          "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "Resize", "LSTM", "GRU"}
+    ),
+    _QNN: frozenset(
+        {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div", "Concat", "MaxPool", "AveragePool",
+         "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "Resize", "Softmax", "LogSoftmax", "Sigmoid", "Tanh",
+         "Gelu", "HardSwish", "HardSigmoid", "Elu", "Softplus", "LeakyRelu", "PRelu", "LayerNormalization",
+         "InstanceNormalization", "Gather"}
     ),
 }  # fmt: skip
 
@@ -60,7 +67,7 @@ class Row:
     cause: str
     remedy: str
     applies: Callable[[FusionSite], str | bool]
-    runtimes: tuple[str, ...] = (_ORT, _OPENVINO)
+    runtimes: tuple[str, ...] = (_ORT, _OPENVINO, _QNN)
     on_purpose: bool = False
 
 
@@ -72,7 +79,7 @@ def reason_for(site: FusionSite, runtime: str) -> Reason:
             continue
         if found := row.applies(site):
             remedy = row.remedy
-            if site.graph.backend == runtime:  # no advice to export for it
+            if site.graph.backend == runtime:  # it was exported for this runtime: do not advise that
                 for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
                     remedy = remedy.replace(words, "")
             return Reason(
@@ -82,7 +89,7 @@ def reason_for(site: FusionSite, runtime: str) -> Reason:
         remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
         return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
     compare = "compare its surroundings with those of a fused layer"
-    return Reason("the runtime left it so, for none of the known reasons", compare)
+    return Reason("the runtime left it in float for an unknown reason", compare)
 
 
 def _product_by_design(site: FusionSite) -> bool:
@@ -215,9 +222,9 @@ _CONVERSIONS_COST = "the conversions around it would cost more than integers sav
 _WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
 
 ROWS: tuple[Row, ...] = (
-    Row("it was switched off by the config", "take the key out of the config, if it should run in integers",
+    Row("it was switched off by the config", "remove the key from the config, if it should run in integers",
         lambda site: site.switched_off, on_purpose=True),
-    Row("the file keeps it in float, as it was simulated", "take QUANTIZER.DISABLE out of the config, if it is there",
+    Row("the file keeps it in float, as it was simulated", "remove QUANTIZER.DISABLE from the config, if it is there",
         lambda site: not site.heavy and site.op != "Add" and site.is_meant_float, on_purpose=True),
     Row("products of two activations stay in float by design", f"nothing: {_CONVERSIONS_COST}", _product_by_design,
         on_purpose=True),
@@ -233,18 +240,18 @@ ROWS: tuple[Row, ...] = (
     Row("its weight is fp8, which is computed in float", "W.QUANTIZER.TYPE: uniform for integers",
         _float8, (_OPENVINO,)),
     Row("its stored weight is dequantized to float on every call",
-        f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight),
+        f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight, (_ORT, _OPENVINO)),
     Row("an input of it is in float", f"quantize that input: A.QUANTIZER.DISABLE: false; {_BACKEND}", _float_input),
     Row("its weight is in float", "quantize it: W.QUANTIZER.DISABLE: false",
         lambda site: site.has_float_weight),
-    Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", lambda site: _wide(site.data)),
+    Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", lambda site: _wide(site.data), (_ORT, _OPENVINO)),
     Row("a Flatten is between its quantized input and it", "quantize after it, or write it as a Reshape",
         _flattened, (_ORT,)),
     Row("its scales are computed at run time", "calibrate the activations: constant scales",
         lambda site: any(found is not None and found.scale is None for found in site.quantizations)),
     Row("its activations have a scale per channel", "A.QSCHEME: per-tensor-affine", _activation_scales),
     Row("its weights are not of 8 bits", f"W.QUANTIZER.BIT: 8, {_WEIGHTS_ONLY}",
-        lambda site: _wide(site.weight)),
+        lambda site: _wide(site.weight), (_ORT, _OPENVINO)),
     Row("its weights have scales in blocks", f"W.QSCHEME: per-channel-symmetric, {_WEIGHTS_ONLY}",
         lambda site: f"blocks of {site.weight.block}" if site.weight is not None and site.weight.block else ""),
     Row("its activations are int8 and its weights uint8", "W.QSCHEME: per-channel-symmetric, for int8 weights",

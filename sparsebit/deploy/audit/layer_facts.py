@@ -1,4 +1,4 @@
-"""What a file itself says about a layer: whose results it reads, its shape, its multiplications and its weight."""
+"""Facts about a layer from the file alone: the layers it reads, its shape, its multiplications and its weight."""
 
 from __future__ import annotations
 

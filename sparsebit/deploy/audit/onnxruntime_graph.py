@@ -16,7 +16,8 @@ from typing import Any
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.records.audit import Arithmetic
 
 _PRODUCTS = frozenset(
@@ -130,6 +131,7 @@ class Finder:
         yield from (other for other in self._renamed if other.name.startswith(blocked))
         for value in ends:
             yield from self._makers(value)
+        # Last resort: a fusion may rename the node and all its outputs, but it keeps the names of its initializers.
         if is_heavy(node.op_type):
             for name in node.input[1:4]:
                 yield from self._optimized.readers[self._stored(name)]

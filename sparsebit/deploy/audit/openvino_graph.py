@@ -10,7 +10,8 @@ from typing import Any
 from sparsebit.deploy.audit.onnxruntime_graph import Execution, Kernel
 from sparsebit.deploy.onnx_graph.fusion_site import FusionSite, is_heavy, is_layer, label
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.records.audit import Arithmetic
 
 _HEAVY_TYPES = frozenset(
@@ -48,7 +49,7 @@ class Executed:
 
     def op_of(self, node: Any) -> ExecutedOp | None:
         """The op that contains a node of the file."""
-        bias = FusionSite(self.graph, node).bias_add  # a product goes by the name of the add that it took in
+        bias = FusionSite(self.graph, node).bias_add  # OpenVINO names a product after the Add of its bias
         return _find(node, self._by_origin) or (_find(bias, self._by_origin) if bias is not None else None)
 
     def arithmetic_of(self, name: str) -> Arithmetic:

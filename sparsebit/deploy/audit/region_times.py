@@ -104,6 +104,7 @@ def region_times(
         arrays = [made_up_feeds(one.graph.model, feeds=feeds, shapes=shapes)[0] for one in watched]
         for done in range(num_rounds + 2):
             pairs = list(zip(watched, arrays, strict=True))
+            # Every other round runs in reverse, because a call finds the caches as the one before it left them.
             for one, given in pairs if done % 2 == 0 else reversed(pairs):
                 one.call(given, counts=done >= 2)  # the first two warm up
         conditions = (runtime, runtime_version(runtime), cpu_name(), num_threads, num_rounds)
@@ -145,6 +146,7 @@ class _WatchedOnnxRuntime:
         num_calls = len(self.counted)
         totals = [0.0] * num_calls
         for (name, kernel), found in samples.items():
+            # The profile has no marks between calls, so the executions of a kernel are divided evenly over the calls.
             per_call = len(found) / num_calls
             if per_call >= 1:  # a kernel in a loop runs several times a call
                 sums = [sum(found[round(i * per_call) : round((i + 1) * per_call)]) for i in range(num_calls)]

@@ -1,9 +1,10 @@
 """TensorRT's rules for quantized ONNX files, as a table: errors of its parser, and advice for its optimizer.
 
-TensorRT does not run here; this checks a file's structure. Sources, cited by their titles in the table:
-NVIDIA TensorRT documentation, "Working with Quantized Types" (types, symmetric scheme), "Explicit Quantization"
-(Q/DQ on weights and activations, placement), "ONNX Opset Guide" (opsets 9 to 25); ONNX-TensorRT,
-"Supported ONNX Operators" (`docs/operators.md`) and the checks of its importer of QuantizeLinear/DequantizeLinear.
+TensorRT does not run here, so only the structure of the file is checked. Every rule is a generator of (node, message)
+and cites its source by title: NVIDIA TensorRT documentation, "Working with Quantized Types" (types, symmetric scheme),
+"Explicit Quantization" (Q/DQ on weights and activations, placement), "ONNX Opset Guide" (opsets 9 to 25);
+ONNX-TensorRT, "Supported ONNX Operators" (`docs/operators.md`) and the checks in its importer of QuantizeLinear and
+DequantizeLinear.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where a file must equal its simulation bit by bit: after kernels that the simulation computes as the runtime does.
+"""Where a file must equal its simulation bit by bit: after kernels that the simulation computes exactly as the runtime.
 
-Float sums depend on their order, and if one decides a rounding, a code moves by a step and all later values drift. So
-a difference is explained if it is after a float op, or after another difference. Integer kernels and ops that
-only move or clip numbers explain nothing.
+The result of a float sum depends on its order. If it lies near the boundary between two codes, the code may move by a
+step, and all later values then differ too. So a difference is explained if it comes after a float op, or after another
+difference. Integer kernels, and ops that only move or clip numbers, explain no difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SimulatedKernels:
 
 @dataclass(frozen=True)
 class Stretch:
-    """From the preceding sites (`sources`) to the next one, or to an output of the file (`end`)."""
+    """The ops from some sites (`sources`) to the next site or output of the file (`end`)."""
 
     end: str
     sources: frozenset[str]
@@ -90,6 +90,7 @@ class _Walker:
         if node.op_type in _LAYERS:
             maker = self.graph.producer.get(node.input[1])
             notes = {} if maker is None else {item.key: item.value for item in maker.metadata_props}
+            # The second call of a layer has the site `name#2`; kernels are listed by layer.
             sites = self.kernels.layers.get(str(notes.get(SITE_KEY, "")).partition("#")[0], sites)
         elif node.op_type in ("Add", "Mul"):
             sites = sites | (self.kernels.sums if node.op_type == "Add" else self.kernels.products)

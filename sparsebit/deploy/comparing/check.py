@@ -22,8 +22,9 @@ from sparsebit.deploy.comparing.divergence import (
 from sparsebit.deploy.comparing.float_twin import float_twin
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.qdq_graph import TWO_GIGABYTES, load_model
-from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions.runtime_sessions import EXACT, Session, open_session
+from sparsebit.deploy.runtimes import PROFILES, owner_of
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.records.phases import phase
 
@@ -36,9 +37,9 @@ Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 @dataclass(frozen=True)
 class FileParity:
-    """`divergence`: the first site whose codes differ, only in a comparison with the file itself.
+    """`divergence`: the first site whose codes differ; only for a comparison of the file with itself.
 
-    `fault`: how the runtime's results differ from the file's definition; empty if not at all, or if not checked.
+    `fault`: how the results exceed the tolerance; empty if they do not, or if there is no tolerance.
     """
 
     parity: Parity
@@ -47,7 +48,9 @@ class FileParity:
 
 
 def runtime_of(file: Path) -> str:
-    """The runtime that a file was exported for, by its metadata; ONNX Runtime for files of other tools."""
+    """The runtime that a file was exported for, by its ending or metadata; ONNX Runtime for files of other tools."""
+    if (owner := owner_of(file)) is not None:
+        return owner
     facts = {entry.key: entry.value for entry in load_model(file).metadata_props}
     profile = PROFILES.get(facts.get("sparsebit.backend", ""))
     return (profile.executes if profile is not None else None) or "onnxruntime"
@@ -58,6 +61,11 @@ def check_as_written(
     file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:
     """Whether the runtime computes the file as it is written, and if not, the first site that differs."""
+    if owner_of(file) is not None:
+        raise DeploymentError(
+            f"{file}: a compiled program runs in one way only, so it has no second result to compare with; give the "
+            "model that it was made from (--model with --quantized), or a float file (--against)"
+        )
     tolerance = tolerance or Tolerance()
     runtime = runtime or runtime_of(file)
     session = open_session(file, runtime, options=EXACT.get(runtime))

@@ -1,7 +1,7 @@
-"""Also runs a file that is checked node by node in ONNX Runtime's default session, which is the one that users open.
+"""Compares a file also in ONNX Runtime's default session, which is the one that users open.
 
-The default session rewrites the graph first. For files without a certain runtime, or for a runtime that is not
-available here, these rewrites may change the result: they round float biases and use integer kernels.
+A file without a runtime of its own here is checked node by node. The default session rewrites the graph first, and
+these rewrites may change the result: they round float biases and use integer kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.sessions.cpu import saturates
-from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 _DEFAULT = "a default session of ONNX Runtime"
@@ -22,9 +23,9 @@ _ADVICE = "the session option session.disable_quant_qdq=1 switches these optimiz
 
 
 class DefaultSession:
-    """Gathers the outputs of a default session batch by batch. `name`: the file's name in messages.
+    """Compares the outputs of a default session batch by batch. `name`: the file's name in messages.
 
-    A file that a default session cannot load or run causes a warning: the user of such a session sees an error.
+    A warning is issued if the default session cannot load or run the file.
     """
 
     def __init__(self, file: Path, name: str) -> None:
@@ -32,7 +33,7 @@ class DefaultSession:
         self.session: Session | None = None
         self.comparison: Comparison | None = None
         try:
-            # Without VNNI 8-bit sums clip at 16 bits, for any file.
+            # On a CPU without VNNI, 8-bit sums clip at 16 bits in any file: that is not this file's fault.
             self.session = open_session(file, options=UNCLIPPED if saturates() else None)
             self.comparison = Comparison(self.session.outputs)
         except DeploymentError as error:
@@ -51,8 +52,7 @@ class DefaultSession:
     def judge(self, tolerance: Tolerance, *, is_target: bool) -> str:
         """Compare with the limits; returns a remark for the verdict, empty if the outputs are bit-exact.
 
-        `is_target`: beyond the limits the file is an error. A file for a runtime that is not available causes a
-        warning.
+        `is_target`: exceeding the limits is an error; otherwise, for a runtime that is not available here, a warning.
         """
         if self.session is None or self.comparison is None:
             return ""

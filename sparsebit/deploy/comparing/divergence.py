@@ -86,7 +86,7 @@ def site_codes(
 
 
 def kernel_fault(differences: Sequence[SiteDifference]) -> SiteDifference | None:
-    """A site that is more than a step off although all its inputs are equal, which drift cannot explain."""
+    """The first site that differs, if it is more than a step off: its inputs are equal, so drift cannot explain it."""
     first = next((difference for difference in differences if difference.largest), None)
     return first if first is not None and first.largest > 1 else None
 

@@ -14,14 +14,15 @@ from torch.utils import _pytree as pytree
 from sparsebit.deploy.comparing.check import runtime_of
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order
 from sparsebit.deploy.onnx_graph.packages import numpy
-from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 Feeds = dict[str, Any]
 
 
 class FileModel(nn.Module):
-    """Runs the file in the same session as users do, in the file's batch size.
+    """Runs the file in the session that users open. A larger batch is split into pieces of the file's batch size.
 
     `signature`: the signature of the model's forward if keywords are named as its parameters; otherwise they are named
     as the file's inputs.
@@ -40,6 +41,8 @@ class FileModel(nn.Module):
         size, shapes = self.session.batch_size, self.session.input_shapes
         counts = {name: len(feeds[name]) for name, shape in shapes.items() if shape and shape[0] in (size, None)}
         count = max(counts.values(), default=0)
+        if size is None and self.session.largest_batch is not None and count > self.session.largest_batch:
+            size = self.session.largest_batch
         if size is None or count in (0, size):
             return _outputs(self.session.run(feeds))
         rows = {name for name, number in counts.items() if number == count}

@@ -96,7 +96,7 @@ def _concat(writer: Any, node: Any) -> None:
 
 
 def _dynamic_quantize(writer: Any, node: Any) -> None:
-    """Its integers become the floats themselves, with scale 1 and zero point 0; later products with the scale stay."""
+    """The floats take the place of the integers, with scale 1 and zero point 0; later products with the scale stay."""
     writer.rename(node.output[0], node.input[0])
     for name, value in zip(node.output[1:], (1, 0), strict=False):
         writer.store(name, numpy.float32(value))

@@ -1,7 +1,8 @@
-"""`float_twin`: removes the quantization of a quantized ONNX file, to measure its speedup.
+"""`float_twin`: the same file without its quantization, to measure the speedup when no float file is given.
 
-Weights become float initializers with the dequantized values; Q/DQ pairs on activations are removed; integer
-operators become their float namesakes. Outputs differ from the quantized file's by the rounding of activations only.
+Weights become float initializers with the dequantized values; Q/DQ pairs on activations are removed; integer operators
+become the float operators of the same name (`float_operators.py`). So the outputs differ from the quantized file's only
+by the rounding of activations.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _Writer:
         return False
 
     def rename(self, old: str, new: str) -> None:
-        """From here on the value `old` is `new`; an output of the model keeps its name."""
+        """Later nodes read `new` instead of `old`. An output of the model keeps its name, by an Identity."""
         if old in self.graph.outputs:
             self.add("Identity", [new], old)
         else:

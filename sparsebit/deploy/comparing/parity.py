@@ -14,7 +14,7 @@ __all__ = ["Comparison", "OutputParity", "Parity", "Tolerance", "decibels"]
 
 
 class Comparison:
-    """Gathers batch after batch in constant memory.
+    """Adds up batch after batch in constant memory.
 
     `judge_all`: top-1 over every sample, also if the two best scores differ by less than the drift.
     """
@@ -48,7 +48,7 @@ class _Output:
 
     def add(self, expected: Any, found: Any, reference: Any | None) -> None:
         if expected.shape != found.shape:
-            raise DeploymentError(f"output {self.name}: shape {found.shape} in the file, where {expected.shape} is due")
+            raise DeploymentError(f"output {self.name}: shape {found.shape} in the file, not {expected.shape}")
         if expected.size == 0:
             return
         self.count += expected.size

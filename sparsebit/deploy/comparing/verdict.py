@@ -6,15 +6,14 @@ from collections import Counter
 
 from sparsebit.records.audit import Audit, LayerRun
 
-# Ratios this near to 1 are noise of the machine.
-_EVEN = 0.03
+EVEN = 0.03  # ratios of times that are this near to 1 are the machine's noise
 _KNOWN = ("integer", "weight-only")
 
 
 def verdict(audit: Audit) -> str:
     """`slower than float (1.16 of its time): 9 of 20 convolutions are not in integers, because …; …`."""
     speed, parts = _speed(audit), [_layers(audit), *_on_purpose(audit), *_conversions(audit)]
-    could_be_faster = audit.ratio is not None and audit.ratio < 1 - _EVEN and _floats(audit)
+    could_be_faster = audit.ratio is not None and audit.ratio < 1 - EVEN and _floats(audit)
     text = f"{speed}{', but' if could_be_faster else ':'} {parts[0]}" if speed else parts[0]
     return ". ".join([text[0].upper() + text[1:], *(part[0].upper() + part[1:] for part in parts[1:])])
 
@@ -23,7 +22,7 @@ def _speed(audit: Audit) -> str:
     ratio = audit.ratio
     if ratio is None:
         return ""
-    speed = "faster than" if ratio < 1 - _EVEN else "slower than" if ratio > 1 + _EVEN else "as fast as"
+    speed = "faster than" if ratio < 1 - EVEN else "slower than" if ratio > 1 + EVEN else "as fast as"
     return f"{speed} float ({ratio:.2f} of its time)"
 
 
@@ -84,14 +83,14 @@ def _run(layers: tuple[LayerRun, ...]) -> str:
 
 def _conversions(audit: Audit) -> list[str]:
     """The remaining conversions between layers, if all heavy layers are in integers and the model is still slow."""
-    if audit.ratio is None or audit.ratio < 1 - _EVEN or _floats(audit):
+    if audit.ratio is None or audit.ratio < 1 - EVEN or _floats(audit):
         return []
     lights = [layer for layer in audit.layers if not layer.heavy and layer.arithmetic == "float"]
     number = sum(audit.leftovers.values())
     if not lights or not number:
         return []
     names = ", ".join(f"{count} {op}" for op, count in Counter(layer.op for layer in lights).most_common(3))
-    return [f"what costs is between them: {number} conversions around layers in float ({names})"]
+    return [f"the cost is between them: {number} conversions around layers in float ({names})"]
 
 
 def _counted(layers: tuple[LayerRun, ...] | list[LayerRun]) -> str:

@@ -1,4 +1,4 @@
-"""Output of torch's exporter: none if it succeeds, and a short message with the place if it fails."""
+"""Silences torch's exporter if it succeeds; if it fails, makes a short message that names the place."""
 
 from __future__ import annotations
 

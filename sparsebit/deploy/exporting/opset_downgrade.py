@@ -23,7 +23,7 @@ def to_older_opset(model: ir.Model, opset: int) -> None:
 
 
 def _downgrade(node: ir.Node, opset: int, written: int) -> str:
-    """Write the node in the form of the older opset, in place; why it has none, or an empty text."""
+    """Write the node in the form of the older opset, in place; returns why that is impossible, or an empty text."""
     new = onnx.defs.get_schema(node.op_type, written, "")
     try:
         old = onnx.defs.get_schema(node.op_type, opset, "")
@@ -40,14 +40,14 @@ def _downgrade(node: ir.Node, opset: int, written: int) -> str:
         node.attributes["axes"] = ir.AttrInt64s("axes", [int(axis) for axis in axes.reshape(-1)])
     for name in [name for name in node.attributes if name not in old.attributes]:
         # An attribute that the older opset lacks must have the value that the older op implies.
-        if node.attributes[name].value and not _says_nothing(node, name):
+        if node.attributes[name].value and not _has_no_effect(node, name):
             return f"its attribute {name} is newer"
         del node.attributes[name]
     return f"it has at most {old.max_input} inputs there" if len(node.inputs) > old.max_input else ""
 
 
-def _says_nothing(node: ir.Node, attribute: str) -> bool:
-    """Whether the attribute has no effect: a number of parts whose sizes are known, or a rule about absent zeros.
+def _has_no_effect(node: ir.Node, attribute: str) -> bool:
+    """Whether the attribute changes nothing: `num_outputs` if the sizes are given, `allowzero` if no size is 0.
 
     A computed shape contains a 0 only for an empty tensor.
     """

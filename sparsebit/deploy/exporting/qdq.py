@@ -2,8 +2,8 @@
 
 A constant (weight, bias) is stored as the integers that the simulation rounds it to, or as 8-bit floats (`FakeFloat8`);
 anything else gets a pair of nodes, with a Clip before it if the grid is narrower than its type. Nodes are named after
-their site (`conv1.input/q`) and carry site, role and bits in `metadata_props`: onnx.checker does not allow an attribute
-with such a name.
+their site (`conv1.input/q`) and carry site, role and bits in `metadata_props`, because onnx.checker rejects attributes
+that the operator does not define. Layouts and comparisons find sites by this metadata.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool)
     shorter than the others is an error.
     """
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fake_quantize(node)]
+    # Exported graphs compute some scales and weights (a cast, a transpose); folded, they are constants to be stored.
     fold_constants(model, [value for node in nodes for value in node.inputs], stop=_is_fake_quantize)
     ports = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
     names: dict[str, int] = {}
@@ -156,8 +157,8 @@ def _lower_constant(
         )
     stored = _initializer(model, f"{site.name}/codes", codes, storage.name)
     scale, zero_point = _parameters(model, site, storage, weight.shape)
-    # A linear's zero point is written even if it is 0: without it ORT leaves a Gemm in float. All others would be
-    # several per cent of a small file.
+    # A linear's zero point is written even if it is 0: without it ONNX Runtime leaves a Gemm in float. The zero points
+    # of all other weights are left out, since they would be several per cent of a small file.
     is_linear = weight.ndim == 2 and site.bits < types.BIAS_BITS and not site.is_float8
     inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
     _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
@@ -165,7 +166,9 @@ def _lower_constant(
 
 
 def _safe_widths(node: ir.Node, weight: Tensor, widths: frozenset[int]) -> frozenset[int]:
-    """Without 2 bits where ONNX Runtime computes nonsense: 1.25 to 1.31, in products whose outputs are not fours."""
+    """The widths without 2 bits for matrices whose sizes are not multiples of 4: ONNX Runtime 1.25 to 1.31 multiplies
+    those wrongly. Tables that are only looked up are not affected.
+    """
     is_looked_up = all(use.node.op_type == "Gather" for use in node.outputs[0].uses())
     if weight.ndim != 2 or is_looked_up or not any(size % 4 for size in weight.shape):
         return widths
@@ -173,7 +176,7 @@ def _safe_widths(node: ir.Node, weight: Tensor, widths: frozenset[int]) -> froze
 
 
 def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
-    """[Clip, or Max + Min for ends per channel +] QuantizeLinear + DequantizeLinear."""
+    """QuantizeLinear + DequantizeLinear; before them a Clip, or Max + Min if there are limits per channel."""
     x = node.inputs[0]
     assert x is not None
     if site.is_float8:

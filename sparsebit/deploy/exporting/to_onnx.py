@@ -1,7 +1,9 @@
 """Converts a module, as it runs on one example, to an `onnx_ir.Model` in which each fake-quant is one node.
 
 The node is `sparsebit::FakeQuantize(x, scale, zero_point)`, or `FakeFloat8(x, scale)`, with the site's name in `tag`;
-`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names.
+`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names; every caller that feeds a file
+must flatten its call in the same way (`flat_inputs`, `in_order`). The file holds the branches that the example takes;
+a branch on an open size causes a warning (`branches_on_sizes`).
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def to_onnx(
     for package in ("onnx", "onnxscript", "onnx_ir"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package.replace("_", "-"), "onnx", "exporting to ONNX")
-    call = _Call(module, args, dict(kwargs))
+    call = FlatCall(module, args, dict(kwargs))
     inputs = named(call.input_paths(signature), options.input_names, "input_names")
     with torch.no_grad():
         paths = [path or "output" for path, _ in call.outputs(call.tensors)]
@@ -103,7 +105,7 @@ def input_names(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature, given: Sequence[str] | None = None
 ) -> list[str]:
     """The names of the file's inputs, in the order of `flat_inputs`."""
-    return named(_Call(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
+    return named(FlatCall(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
 
 
 def in_order(kwargs: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def flat_outputs(output: Any) -> list[Tensor]:
     return [leaf for _, leaf in _leaves(output, "") if isinstance(leaf, Tensor)]
 
 
-class _Call(nn.Module):
+class FlatCall(nn.Module):
     """The module with flat tensor inputs and outputs. The same tensor passed twice stays two inputs."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -253,6 +255,7 @@ def branches_on_sizes() -> Iterator[list[str]]:
     """
     found: list[str] = []
     thread = threading.get_ident()
+    # torch has no hook for the moment when code branches on a symbolic size, so this method is patched meanwhile.
     original: Any = torch.SymBool.__bool__
 
     def answer(question: torch.SymBool) -> bool:

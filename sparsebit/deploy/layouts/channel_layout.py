@@ -15,10 +15,10 @@ from sparsebit.deploy.layouts.stored_convolution import StoredConvolution
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, remove_unread, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
 
-_DEPTHWISE, _FEWEST = 16, 12  # with fewer channels, the work on zeros costs as much as the kernel gains
+_DEPTHWISE, _FEWEST = 16, 12  # below 12 channels, the work on added zeros costs as much as the faster kernel saves
 _DENSE = 4
 _GROUP, _MOST_DENSE = 32, 64  # the target width of groups; up to _MOST_DENSE channels one group is as fast
-_FEW_TAPS, _TAPS, _FEW_OUTPUTS = 25, 49, 32  # larger kernels read an image as fast with 3 channels
+_FEW_TAPS, _TAPS, _FEW_OUTPUTS = 25, 49, 32  # with more taps than this, an image of 3 channels is as fast unpadded
 
 
 def lay_out_channels(model: ir.Model) -> None:
@@ -26,7 +26,7 @@ def lay_out_channels(model: ir.Model) -> None:
     if any(
         attribute.type.name in ("GRAPH", "GRAPHS") for node in model.graph for attribute in node.attributes.values()
     ):
-        return  # these nodes may read any value
+        return  # the subgraphs of If and Loop may read any value of the graph
     found = [StoredConvolution.read(node) for node in model.graph if node.op_type == "Conv"]
     layers = [layer for layer in found if layer is not None]
     for channels in channel_sets(model, layers):

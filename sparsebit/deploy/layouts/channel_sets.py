@@ -17,7 +17,7 @@ _BY_ITSELF = frozenset(
     {QUANTIZE, DEQUANTIZE, "Relu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "LeakyRelu", "Elu", "Gelu", "Tanh",
      "Softplus", "Mish", "Cast", "Identity", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"}
 )  # fmt: skip
-_OF_SEVERAL = frozenset({"Add", "Sub", "Mul", "Sum"})
+_OF_SEVERAL = frozenset({"Add", "Sub", "Mul", "Sum"})  # ops that tie the channels of several values
 
 
 @dataclass

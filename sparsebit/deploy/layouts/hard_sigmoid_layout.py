@@ -57,7 +57,7 @@ def hard_sigmoid_attributes() -> list[Any]:
 
 
 def _quantize_behind(node: ir.Node) -> ir.Node | None:
-    """The QuantizeLinear of a gate that alone reads a hard sigmoid, if it saturates at 0 and 1."""
+    """The QuantizeLinear that is the only reader of a hard sigmoid, if its codes saturate exactly at 0 and 1."""
     if node.op_type != "HardSigmoid" or node.outputs[0].is_graph_output() or not _is_torchs(node):
         return None
     readers = [reader for reader, _ in node.outputs[0].uses()]

@@ -18,6 +18,7 @@ def lay_out_linears(model: ir.Model) -> None:
         if node.op_type == "Transpose":
             _absorb_transpose(model, node)
     for node in list(model.graph):
+        # A Gemm whose input is quantized too has an integer kernel as it is.
         if node.op_type == "Gemm" and producer(node.inputs[0], DEQUANTIZE) is None:
             dequantize = _stored_dequantize(node.inputs[1])
             if dequantize is not None:
@@ -68,6 +69,7 @@ def _transposed(model: ir.Model, dequantize: ir.Node) -> ir.Value:
     if "axis" in attributes:
         attributes["axis"] = 1 - attributes["axis"] % 2
     name, old, codes = dequantize.name, dequantize.outputs[0], dequantize.inputs[0]
+    # The new node and value take the names of the old ones, by which layers and sites are found in the file.
     dequantize.name = f"{name}/before"
     note = dict(dequantize.metadata_props)
     new = ir.node(DEQUANTIZE, list(dequantize.inputs), attributes, name=name, metadata_props=note)

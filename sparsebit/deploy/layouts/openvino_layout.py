@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
@@ -36,7 +37,7 @@ def lay_out_for_openvino(model: ir.Model) -> None:
 
 
 def _widen(model: ir.Model, conv: ir.Node) -> None:
-    """1x1 -> 2x2 (1 -> 2 in one dimension), with zeros at the end and one row of padding more."""
+    """1x1 -> 2x2 (1 -> 2 in one dimension), with zeros at the end and one more row of padding."""
     weight = conv.inputs[1]
     dequantize = producer(weight, DEQUANTIZE)
     source = weight if dequantize is None else dequantize.inputs[0]
@@ -52,15 +53,15 @@ def _widen(model: ir.Model, conv: ir.Node) -> None:
     zero = stored(dequantize.inputs[2]) if dequantize is not None and len(dequantize.inputs) > 2 else None
     fill = numpy.zeros(1, codes.dtype) if zero is None else numpy.asarray(zero, codes.dtype)
     wide = numpy.broadcast_to(fill.reshape(-1, 1, *[1] * dims), (*codes.shape[:2], *[2] * dims)).copy()
-    wide[(..., *[slice(0, 1)] * dims)] = codes
+    first: Any = (..., *[slice(0, 1)] * dims)
+    wide[first] = codes
     assert source.const_value is not None
     value = stored_once(model, f"{source.name}/wide", wide, source.const_value.dtype)
     if dequantize is None:
         conv.replace_input_with(1, value)
     else:
-        own = ir.node(
-            DEQUANTIZE, [value, *dequantize.inputs[1:]], dequantize.attributes, name=f"{dequantize.name}/wide"
-        )
+        inputs = [value, *dequantize.inputs[1:]]
+        own = ir.node(DEQUANTIZE, inputs, dequantize.attributes, name=f"{dequantize.name}/wide")
         own.metadata_props.update(dequantize.metadata_props)
         become(own.outputs[0], weight, f"{weight.name}/wide").shape = ir.Shape(wide.shape)
         model.graph.insert_before(conv, own)
@@ -81,9 +82,8 @@ def _convolve(model: ir.Model, pool: ir.Node) -> None:
             "ceil_mode it cannot be rewritten; set ceil_mode=False or count_include_pad=False"
         )
     weight = numpy.full((channels, 1, *kernel), 1 / math.prod(kernel), numpy.float32)
-    kept = [
-        pool.attributes[name] for name in ("kernel_shape", "strides", "pads", "dilations") if name in pool.attributes
-    ]
+    names = ("kernel_shape", "strides", "pads", "dilations")
+    kept = [pool.attributes[name] for name in names if name in pool.attributes]
     inputs = [x, stored_once(model, f"{pool.name}/weight", weight)]
     attributes = [*kept, ir.AttrInt64("group", channels)]
     put_instead(

@@ -1,7 +1,8 @@
 """A convolution of an ONNX graph together with the tensors that only it reads, so that both can be changed together.
 
-Added channels are zeros in weight and bias; scales are repeated, since a scale of 0 is invalid. Weights with zero
-points other than 0 are left out, because stored zeros would not mean 0 there.
+Added channels are zeros in weight and bias; scales are repeated, since a scale of 0 is invalid. A convolution is left
+out (`read` returns None) if a tensor of it has another reader, or a weight has a zero point other than 0: a stored zero
+would not mean 0 there.
 """
 
 from __future__ import annotations

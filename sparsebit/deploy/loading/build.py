@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-# Importing the modules of rows fills the table.
-from sparsebit.deploy.loading import (
-    activation_rows,
-    arithmetic_rows,
-    layer_rows,
-    moving_rows,
-    recurrent_rows,
-    resize_rows,
+from sparsebit.deploy.loading.building.call import Call, tensor_of
+from sparsebit.deploy.loading.building.graph_builder import GraphBuilder
+from sparsebit.deploy.loading.building.moved_numbers import moved_numbers, moves_numbers
+from sparsebit.deploy.loading.building.operator_table import row_for
+from sparsebit.deploy.loading.building.values import Value, is_constant
+
+# Importing these modules fills the table of operators.
+from sparsebit.deploy.loading.operators import (  # noqa: F401
+    activations,
+    arithmetic,
+    constants,
+    convolutions,
+    indexing,
+    moving,
+    norms,
+    pools,
+    products,
+    recurrent,
+    reductions,
+    resizing,
+    shapes,
 )
-from sparsebit.deploy.loading.call import Call
-from sparsebit.deploy.loading.graph_builder import GraphBuilder
-from sparsebit.deploy.loading.moved_numbers import moved_numbers, moves_numbers
-from sparsebit.deploy.loading.moving_rows import tensor_of
-from sparsebit.deploy.loading.operator_table import row_for
-from sparsebit.deploy.loading.values import Value, is_constant
 from sparsebit.deploy.onnx_graph.packages import onnx
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
 
-ROW_MODULES = (activation_rows, arithmetic_rows, layer_rows, moving_rows, recurrent_rows, resize_rows)
+_MOST_INFERRED = 1024  # numbers of a constant that may be sizes
 
 
 def build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphModule:
@@ -59,9 +67,9 @@ def _build(model: Any, nodes: list[Any], feeds: Mapping[str, Any]) -> fx.GraphMo
         for name in node.input:
             if last_use[name] == place and name not in kept:
                 values.pop(name, None)
-    missing = [entry.name for entry in model.graph.output if entry.name not in values]
+    missing = [entry.name for entry in model.graph.output if values.get(entry.name) is None]
     if missing:
-        raise DeploymentError(f"the outputs {', '.join(missing)} are not computed by any node")
+        raise DeploymentError(f"the outputs {', '.join(missing)} have no rule; remove them from the file")
     return graph.finish([values[entry.name] for entry in model.graph.output])
 
 
@@ -92,11 +100,25 @@ def _named(name: str, kind: str) -> Iterator[None]:
 
 
 def _static_sizes(model: Any) -> dict[str, tuple[int | None, ...]]:
-    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them."""
-    with contextlib.suppress(Exception):  # it is a help only; files beyond 2 GB cannot be inferred
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    """The sizes that the file fixes, by value's name: from its inputs, and what ONNX infers from them.
+
+    Sizes that the file declares for other values are ignored: after an input was made dynamic by hand they are often
+    out of date.
+    """
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    bare.graph.node.extend(model.graph.node)
+    bare.graph.input.extend(model.graph.input)
+    given = {entry.name for entry in model.graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= _MOST_INFERRED:
+            bare.graph.initializer.append(tensor)
+        elif tensor.name not in given:  # of a weight the shape is enough
+            bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    model = bare
+    with contextlib.suppress(Exception):  # it is a help only
+        model = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     found: dict[str, tuple[int | None, ...]] = {}
-    for entry in [*model.graph.input, *model.graph.value_info, *model.graph.output]:
+    for entry in [*model.graph.input, *model.graph.value_info]:
         if entry.type.HasField("tensor_type") and entry.type.tensor_type.HasField("shape"):
             dims = entry.type.tensor_type.shape.dim
             found[entry.name] = tuple(int(dim.dim_value) if dim.HasField("dim_value") else None for dim in dims)

@@ -48,8 +48,12 @@ def _joined(op: str, group: tuple[Any, ...], inputs: list[str], **attributes: An
 def _reader(graph: Graph, node: Any, *kinds: str) -> Any:
     """The one node that reads the node's output, if it is of these kinds and the output is none of the model's."""
     readers = graph.readers[node.output[0]]
-    is_inside = len(readers) == 1 and node.output[0] not in graph.outputs and readers[0].op_type in kinds
-    return readers[0] if is_inside else None
+    return readers[0] if _is_inner(graph, node.output[0]) and readers[0].op_type in kinds else None
+
+
+def _is_inner(graph: Graph, name: str) -> bool:
+    """Whether one node reads the value and the model does not return it."""
+    return len(graph.readers[name]) == 1 and name not in graph.outputs
 
 
 def _other(node: Any, name: str) -> str:
@@ -108,7 +112,7 @@ def _gated(graph: Graph, node: Any) -> Group | None:
 def _gelu(graph: Graph, erf: Any) -> Group | None:
     """0.5 * x * (1 + Erf(x / sqrt(2))), the factors in any order."""
     scaled, add = graph.producer.get(erf.input[0]), _reader(graph, erf, "Add")
-    if scaled is None or add is None or len(graph.readers[scaled.output[0]]) != 1:
+    if scaled is None or add is None or not _is_inner(graph, erf.input[0]):
         return None
     source = _scaled(graph, scaled, math.sqrt(0.5))
     if source is None or not _is_near(_number(graph, _other(add, erf.output[0])), 1.0):
@@ -126,7 +130,7 @@ def _gelu(graph: Graph, erf: Any) -> Group | None:
             half = True
         elif maker is not None and not half and not whole and _scaled(graph, maker, 0.5) == source:
             half = whole = True
-            if len(graph.readers[other]) == 1:
+            if _is_inner(graph, other):
                 group.insert(0, maker)
         else:
             return None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from sparsebit.deploy.loading.operator_table import row_for
+from sparsebit.deploy.loading.building.operator_table import row_for
 from sparsebit.deploy.onnx_graph.qdq_graph import opset
 from sparsebit.errors import DeploymentError
 

@@ -1,8 +1,8 @@
-"""`FusionSite`: the surroundings of one layer in a QDQ graph: how its operands are quantized, and who reads its output.
+"""`FusionSite`: the surroundings of one layer in a QDQ graph: how its operands are quantized, what reads its output.
 
-Runtimes fuse a layer with the DequantizeLinear nodes in front of it and the QuantizeLinear behind it, past an
-activation that they absorb. The reasons in `audit.fusion_reasons` are questions to a `FusionSite`. "Behind" looks
-through ops that only move elements.
+Runtimes fuse a layer with the DequantizeLinear nodes before it and the QuantizeLinear after it, across an activation
+that they absorb. The rows of `audit.fusion_reasons` are predicates on a `FusionSite`. "Behind" means the next nodes
+after ops that only move elements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
 ABSORBED = frozenset({"Relu", "Clip"})
 
-# Layers that take most of a model's time, with a word for each; then those that cost only memory traffic.
+# The layers that take most of a model's time, by op, with the name for messages. `LIGHT` ops cost only memory traffic.
 HEAVY = {
     "Conv": "convolution",
     "ConvTranspose": "transposed convolution",

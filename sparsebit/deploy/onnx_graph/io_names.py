@@ -74,7 +74,7 @@ def rename_ports(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str])
     for value in inside:
         if value.name in names and all(value is not port for port in ports):
             value.name = _free(str(value.name), taken)
-    for value in ports:  # first out of each other's way: names may be swapped
+    for value in ports:  # first to names that are free: the user may swap two names
         value.name = _free(str(value.name), taken)
     for value, name in zip(ports, names, strict=True):
         value.name = name

@@ -16,6 +16,7 @@ from typing import Any
 
 from sparsebit.checksums import sha256_of
 from sparsebit.deploy.onnx_graph.packages import ir, onnx
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import flush, staging_folder, unwritable
 from sparsebit.interrupts import ignored_interrupts
@@ -57,9 +58,9 @@ def need_file(path: str | os.PathLike[str]) -> None:
 def staged(target: Path) -> Iterator[Path]:
     """A path in a hidden folder next to `target` to write to; at the end the files there replace the target.
 
-    After an exception (or a kill) the target is as it was; what a killed run has left is removed by the next.
+    After an exception (or a kill) the target is as it was; the next run removes what a killed run left.
     """
-    target = target.resolve()  # what a link points to is replaced, not the link
+    target = target.resolve()  # of a symbolic link, the file behind it is replaced
     with staging_folder(target) as folder:
         yield folder / target.name
         for path in folder.iterdir():
@@ -125,8 +126,10 @@ def _external(path: Path) -> set[str]:
 
 
 def all_files(path: Path) -> list[Path]:
-    """The file and the files of its weights, wherever it says that they are."""
+    """The file and the files of its weights, wherever it says that they are; of a program, the file alone."""
     need_file(path)
+    if path.suffix.lower() != ".onnx" and owner_of(path) is not None:
+        return [path]
     try:
         return [path, *(path.parent / name for name in sorted(_external(path)))]
     except Exception as error:  # the readers' own exception classes differ by version
@@ -137,7 +140,7 @@ def graph_digest(path: Path) -> str:
     """SHA-256 of the graph: nodes and weights, without weights in a second file, and without metadata."""
     graph = onnx.load(str(path), load_external_data=False).graph
     for tensor in graph.initializer:
-        del tensor.external_data[:]  # names a file that is called differently each time
+        del tensor.external_data[:]  # it names the data file, whose name is random
     return hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
 
 

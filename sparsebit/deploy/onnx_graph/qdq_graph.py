@@ -19,11 +19,11 @@ from sparsebit.deploy.onnx_graph.packages import ir, onnx
 from sparsebit.errors import DeploymentError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-# Metadata of an export: the backend of the model, the config key that keeps a node in float, and every
-# layer whose weight is float.
+# Keys in the metadata of our exports: the backend; at a node: the config key that keeps it in float, and a mark on
+# layers that are meant to be computed in float.
 BACKEND_KEY, OFF_KEY, FLOAT_KEY = "sparsebit.backend", "sparsebit.switched_off", "sparsebit.float"
+TWO_GIGABYTES = 2**31 - 2**20  # the largest protobuf message, with a margin
 # Ops that only move elements: a scale before one is equivalent to a scale after it.
-TWO_GIGABYTES = 2**31 - 2**20  # the largest protobuf message, and some room
 MOVES = frozenset({"Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
 
 
@@ -100,7 +100,7 @@ def _num_bytes(data_type: int, count: int) -> int | None:
 
 
 class Graph:
-    """A view of a model's main graph, without nodes that no output needs; later changes of the model have no effect."""
+    """A view of a model's main graph, without nodes that no output needs. Later changes of the model are not seen."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -48,19 +48,39 @@ def lower_program(module: fx.GraphModule) -> None:
 
 
 def quantize_moves(module: fx.GraphModule) -> None:
-    """Pairs, on the same grid, behind the ops that only move quantized numbers. They change nothing."""
+    """Pairs, on the same grid, around the ops that only move quantized numbers. They change nothing."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.target not in MOVES or not isinstance(node.args[0], fx.Node) or not _is_quantized(node):
+            continue
+        grids = {user.args[1:] for user in node.users}
+        if len(grids) == 1 and not _grids(node):
+            _pair_behind(module, node.args[0], grids.pop(), among=node)
     for node in list(module.graph.nodes):
-        if node.target not in MOVES or not isinstance(node.args[0], fx.Node):
-            continue
-        source = node.args[0]
-        if source.target is not _OPS.dequantize_per_tensor.default or _is_quantized(node):
-            continue
-        with module.graph.inserting_after(node):
-            quantized = module.graph.call_function(_OPS.quantize_per_tensor.default, (node, *source.args[1:]))
-        with module.graph.inserting_after(quantized):
-            pair = module.graph.call_function(_OPS.dequantize_per_tensor.default, (quantized, *source.args[1:]))
-        node.replace_all_uses_with(pair, delete_user_cb=lambda user, kept=quantized: user is not kept)
+        grids = _grids(node)
+        if len(grids) == 1 and not _is_quantized(node):
+            _pair_behind(module, node, grids.pop())
     module.recompile()
+
+
+def _grids(node: fx.Node) -> set[tuple[Any, ...]]:
+    """The grids of the quantized numbers that the node moves; empty if it also reads others, or computes."""
+    if node.target is _ATEN.cat.default:
+        sources: Any = node.args[0]
+    else:
+        sources = node.args[:1] if node.target in MOVES else ()
+    is_quantized = all(getattr(one, "target", None) is _OPS.dequantize_per_tensor.default for one in sources)
+    return {one.args[1:] for one in sources} if is_quantized else set()
+
+
+def _pair_behind(module: fx.GraphModule, node: fx.Node, grid: tuple[Any, ...], among: fx.Node | None = None) -> None:
+    """A quantize and a dequantize op behind `node`, for all its readers or for the one `among` them."""
+    with module.graph.inserting_after(node):
+        quantized = module.graph.call_function(_OPS.quantize_per_tensor.default, (node, *grid))
+    with module.graph.inserting_after(quantized):
+        pair = module.graph.call_function(_OPS.dequantize_per_tensor.default, (quantized, *grid))
+    for user in list(node.users):
+        if user is not quantized and among in (None, user):
+            user.replace_input_with(node, pair)
 
 
 def part_readers(module: fx.GraphModule) -> None:
@@ -76,6 +96,7 @@ def part_readers(module: fx.GraphModule) -> None:
 
 
 def _is_quantized(node: fx.Node) -> bool:
+    """Whether all its readers quantize it."""
     return all(user.target is _OPS.quantize_per_tensor.default for user in node.users)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from sparsebit.deploy.exporting.export_errors import export_fault, hides_interrupt, quiet
@@ -23,10 +23,12 @@ def to_program(
     shapes: Any = None,
     *,
     pairs_around_moves: bool = False,
+    lay_out: Callable[[fx.GraphModule], None] | None = None,
 ) -> ExportedProgram:
     """The program. `shapes`: the `dynamic_shapes` of `torch.export.export`.
 
-    `pairs_around_moves`: a reshape between quantized ops gets a quantize and a dequantize op of its own.
+    `pairs_around_moves`: a reshape between quantized ops gets a quantize and a dequantize op of its own. `lay_out`:
+    changes the operators of the graph to those that a runtime has, in place.
     """
     with quiet(), torch.no_grad(), branches_on_sizes() as branches:
         try:
@@ -43,6 +45,8 @@ def to_program(
             )
         graph = program.module()
         lower_program(graph)
+        if lay_out is not None:
+            lay_out(graph)
         if pairs_around_moves:
             quantize_moves(graph)
         part_readers(graph)

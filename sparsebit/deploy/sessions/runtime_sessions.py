@@ -1,6 +1,6 @@
-"""A model file opened in ONNX Runtime or OpenVINO, with one interface for both: arrays by name in, arrays out.
+"""A model file opened in its runtime: an ONNX file in one of three, a program in the runtime that it is for.
 
-Both run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
+All run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
 a subclass of `Session` and a row in `open_session`.
 """
 
@@ -9,23 +9,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
+from sparsebit.deploy.sessions.executorch_session import ExecuTorchSession
+from sparsebit.deploy.sessions.htp_simulator import PACKAGE as QNN
+from sparsebit.deploy.sessions.htp_simulator import HtpNode, open_on_htp
+from sparsebit.deploy.sessions.inductor_session import InductorSession
+from sparsebit.deploy.sessions.litert_session import LiteRtSession
+from sparsebit.deploy.sessions.session import File, Session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
-File = Union[str, "os.PathLike[str]", bytes]
-RUNTIMES = ("onnxruntime", "openvino")
+RUNTIMES = ("onnxruntime", "openvino")  # of ONNX files
+# Runtimes of compiled programs: a file (or its bytes) and a number of threads -> the session.
+PROGRAM_SESSIONS: dict[str, Callable[[File, int], Session]] = {
+    "executorch": ExecuTorchSession,
+    "aot_inductor": InductorSession,
+    "litert": LiteRtSession,
+}
+# Of ONNX files too: they compute what a device computes, in another time.
+SIMULATORS = ("qnn",)
+_MODULES = {"qnn": QNN, "litert": "ai_edge_litert", "aot_inductor": "torch"}
 # By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
 # With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {
     "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
     "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+    "qnn": {},
 }
 # On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; with this option it multiplies uint8
 # by uint8, which is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
@@ -37,36 +50,6 @@ _PLAIN_ADVICE = (
     "it has activations with a scale per channel, which ONNX Runtime fuses into kernels that take one scale; open it "
     "with the session option session.disable_quant_qdq=1 (or with ORT_ENABLE_BASIC), or quantize activations per tensor"
 )
-
-
-class Session(ABC):
-    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
-
-    `input_shapes[name]`, `output_shapes[name]`: None for a free dimension.
-    """
-
-    runtime: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    input_types: dict[str, str]
-    input_shapes: dict[str, tuple[int | None, ...]]
-    output_shapes: dict[str, tuple[int | None, ...]]
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of samples of a call: the first dimension that the inputs share; None if it is free.
-
-        If they differ in it (a mask or a table next to the samples), the samples are the rows of the first output
-        that has as many rows as one of the inputs; if no output has, the number is unknown, and None too.
-        """
-        sizes = [shape[0] for shape in self.input_shapes.values() if shape]
-        if len(set(sizes)) <= 1:
-            return next(iter(sizes), None)
-        return next((shape[0] for shape in self.output_shapes.values() if shape and shape[0] in sizes), None)
-
-    @abstractmethod
-    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """One call; the outputs as numpy arrays, in order."""
 
 
 def open_session(
@@ -83,26 +66,32 @@ def open_session(
 
     `num_threads`: 0 lets the runtime choose. `optimize=False`: every node runs as it is written, which makes a QDQ
     file its own simulation (ONNX Runtime only). `optimized_file`: path to which ONNX Runtime writes the graph that it
-    executes. `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime
-    times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    executes. `options`: the runtime's own (session config entries; options of OpenVINO or QNN). `profile_prefix`: ONNX
+    Runtime times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    A program of another runtime (`executorch`) has none of the last four.
     """
     if not isinstance(file, bytes):
         need_file(file)
     if runtime == "onnxruntime":
         return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
     check_runtime(runtime)
+    if runtime == "qnn":
+        return Qnn(file, num_threads, options or {})
+    if runtime in PROGRAM_SESSIONS:
+        return PROGRAM_SESSIONS[runtime](file, num_threads)
     return _OpenVino(file, num_threads, options or {})
 
 
 def check_runtime(runtime: str) -> None:
     """Raise for an unknown runtime."""
-    if runtime not in RUNTIMES:
-        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+    allowed = (*RUNTIMES, *SIMULATORS, *PROGRAM_SESSIONS)
+    if runtime not in allowed:
+        raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(allowed)}")
 
 
 def require_runtime(runtime: str) -> None:
     """Raise, before any work, if a runtime's package is not installed."""
-    if importlib.util.find_spec(runtime) is None:
+    if importlib.util.find_spec(_MODULES.get(runtime, runtime)) is None:
         raise _missing(runtime)
 
 
@@ -114,12 +103,14 @@ def _imported(runtime: str) -> Any:
 
 
 def _missing(runtime: str) -> MissingExtraError:
-    return MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
+    purpose = "running a compiled program" if runtime in PROGRAM_SESSIONS else "running an ONNX file"
+    package = _MODULES.get(runtime, runtime).replace("_", "-")
+    return MissingExtraError(package, "onnx" if runtime == "onnxruntime" else runtime, purpose)
 
 
 def runtime_version(runtime: str) -> str:
     """The installed version of a runtime's package."""
-    return metadata.version(runtime)
+    return metadata.version(_MODULES.get(runtime, runtime))
 
 
 class _OnnxRuntime(Session):
@@ -152,6 +143,9 @@ class _OnnxRuntime(Session):
         source = file if isinstance(file, bytes) else str(file)
         with _errors_named("load in ONNX Runtime", file):
             self.session = onnxruntime.InferenceSession(source, settings, providers=["CPUExecutionProvider"])
+        self._read_ports()
+
+    def _read_ports(self) -> None:
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.inputs, self.outputs = (tuple(value.name for value in values) for values in (inputs, outputs))
         self.input_types = {value.name: _numpy_name(value.type) for value in inputs}
@@ -163,6 +157,20 @@ class _OnnxRuntime(Session):
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         with _errors_named("run in ONNX Runtime"):
             return list(self.session.run(self.outputs, dict(feeds)))
+
+
+class Qnn(_OnnxRuntime):
+    """`nodes`: the graph that the HTP executes. `options`: those of the provider."""
+
+    runtime = "qnn"
+
+    def __init__(self, file: File, num_threads: int, options: Mapping[str, str]) -> None:
+        settings = _imported("onnxruntime").SessionOptions()
+        settings.intra_op_num_threads = num_threads
+        source, name = (file, "the model") if isinstance(file, bytes) else (str(file), str(file))
+        self.nodes: tuple[HtpNode, ...]
+        self.session, self.nodes = open_on_htp(source, settings, options, name)
+        self._read_ports()
 
 
 class _OpenVino(Session):

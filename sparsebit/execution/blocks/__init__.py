@@ -1,1 +1,1 @@
-"""A model block by block in bounded memory: inputs, targets, training, resume."""
+"""Goes through a model block by block in bounded memory: inputs, targets, training, resume."""

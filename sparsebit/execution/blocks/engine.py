@@ -1,8 +1,13 @@
 """`run_blocks`: block by block instead of batch by batch, with every value kept only until its last reader.
 
-Two streams run side by side: the values of the float model, and the values of the model with the preceding blocks in
-their current state (quantized, pruned). Only the values that cross from one block to the next are kept, in a store with
-a budget, so that memory does not grow with the number of batches. The model is never copied.
+Two streams of values run next to each other: those of the float model ("float"), and those of the model with the
+preceding blocks in their current state, quantized or pruned ("changed"). For each block in order, `_Run.through`
+computes its float outputs for all batches, calls the visitor, and computes its outputs in the new state. Only the
+values that cross from one block to the next are kept, in a store with a budget, and only until their last reader, so
+memory does not grow with the number of batches. The model is never copied.
+
+It knows neither quantization nor pruning: `quantization/calibrating/block_visits.py` and the sparse methods say what
+"float" means (`as_float`) and what a visit does.
 """
 
 from __future__ import annotations
@@ -172,8 +177,8 @@ class _Run:
         self.last_part = {node: number for number, (part, _) in enumerate(self.parts) for node in part.inputs}
         self.interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
         self.held: dict[tuple[Stream, fx.Node, int], Any] = {}
-        # Values that cross a border together with others that share their memory, if a later block writes into it: a
-        # store would separate them, so they are kept in memory.
+        # Values that share memory with other crossing values, and that a later block writes into. A store would copy
+        # each of them, and a write would reach only one copy; so they are kept in memory as they are.
         written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & self.last_part.keys()
         self.kept_whole = {node for node in written if len(self.flow.shares(node) & written) > 1}
         self.weights = _SharedWeights(graph_module, [part for part, _ in self.parts])
@@ -193,7 +198,7 @@ class _Run:
         return tuple(self._get(stream, node, index) for node in nodes)
 
     def _streams(self, node: fx.Node) -> tuple[Stream, ...]:
-        """The streams that keep a value: inputs of the graph are the same in both unless they are written into."""
+        """The streams that store the value separately; an input of the graph is the same in both, unless written to."""
         if not self.has_float or (node.op == "placeholder" and node not in self._written_inputs):
             return ("changed",)
         return ("float", "changed")
@@ -230,6 +235,7 @@ class _Run:
     def through(self, visit: Visit, resume: Resume | None, what: str) -> None:
         progress = iter(track([part for part, is_visited in self.parts if is_visited], what))
         for number, (part, is_visited) in enumerate(self.parts):
+            # The float outputs come before the visit, which changes the block's weights.
             if self.as_float is not None:
                 with self.weights.original(part), self.as_float(part):
                     self._advance("float", part)
@@ -237,7 +243,7 @@ class _Run:
                 next(progress)
                 self.weights.keep(number)
                 self._visit(part, visit, resume)
-            if number < len(self.parts) - 1:
+            if number < len(self.parts) - 1:  # nothing reads the last block's outputs
                 self._advance("changed", part)
             for node in {*part.inputs, *part.outputs}:
                 if self.last_part.get(node, -1) <= number:
@@ -268,10 +274,10 @@ class _Run:
 
 
 class _SharedWeights:
-    """The original values of weights that more than one block uses, by `parts`: the blocks in order.
+    """The original values of weights that several of `parts`, the blocks in order, use.
 
-    When the second block is reached, a visit of the first has changed them, but the float model has not. Only tensors
-    that a later part uses too are copied.
+    When the second block is reached, a visit of the first has changed them, but the float model needs the original
+    ones. Only tensors that a later part uses as well are copied.
     """
 
     def __init__(self, graph_module: fx.GraphModule, parts: Sequence[Block]) -> None:
@@ -283,7 +289,7 @@ class _SharedWeights:
         shared = {tensor for tensor, numbers in users.items() if len(numbers) > 1}
         self._shared = {part: [(r, n) for r, n in held if id(r[n]) in shared] for part, held in places.items()}
         self._parts = list(parts)
-        # Per place, as ids, since a place may hold another object later.
+        # By the place (registry and name), because a visit may put another tensor object there.
         self._originals: dict[tuple[int, str], Tensor] = {}
 
     def keep(self, number: int) -> None:

@@ -1,7 +1,8 @@
 """`Block`: consecutive nodes of a graph, with the values that cross its border.
 
 `named_blocks` cuts a graph at modules that the caller names, `single_layers` at every call of a module,
-`whole_graph` nowhere, and `find_blocks` (in `search.py`) where few tensors cross.
+`whole_graph` nowhere, and `find_blocks` (in `search.py`) where few tensors cross. `Flow` knows for a graph who reads
+each value, and which values share memory that is written: a block's outputs include inputs that it writes into.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Flow:
 def named_blocks(graph_module: fx.GraphModule, names: Sequence[str]) -> list[Block]:
     """A block for each module path, in the order of the graph.
 
-    A module's nodes must be neighbours. Nodes that a pass inserted next to them (for example a quantizer of a tensor
-    that several ops read) are added to the block that alone reads them, else to the block that computes their inputs.
+    A module's nodes must follow each other. Nodes that a pass inserted next to them (for example a quantizer of a
+    tensor that several ops read) belong to the block that alone reads them, else to the one that computes their inputs.
     """
     flow = Flow(graph_module)
     owners = {node: _owner(node, names) for node in flow.nodes}
@@ -95,6 +96,7 @@ def named_blocks(graph_module: fx.GraphModule, names: Sequence[str]) -> list[Blo
         if start < floor:
             raise ConfigError(f"blocks {spans[index - 1][2]!r} and {name!r} overlap; name one of them")
         ceiling = spans[index + 1][0] if index + 1 < len(spans) else len(flow.nodes)
+        # Extend the span by inserted nodes before it and after it.
         while start > floor and _is_read_within(flow, start - 1, stop):
             start -= 1
         while stop < ceiling and _reads_only(flow, stop, start) and not _is_read_by(flow, stop, spans[index + 1 :]):
@@ -143,7 +145,7 @@ def with_gaps(flow: Flow, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
 
 
 def uniquely_named(blocks: Iterable[Block]) -> list[Block]:
-    """The blocks, with the second one of a name as `name:1`."""
+    """The blocks; further ones of the same name are called `name:1`, `name:2`, …"""
     counts: Counter[str] = Counter()
     found = []
     for block in blocks:

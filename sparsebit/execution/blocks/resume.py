@@ -1,4 +1,8 @@
-"""`Resume`: each finished block of `run_blocks`, and the random state after it, in a `RunFolder`."""
+"""`Resume`: stores each finished block of `run_blocks`, with the random state after it, in a `RunFolder`.
+
+A resumed run computes the same bits as one that was not interrupted. The folder is identified by digests of the model,
+the data, the blocks and the algorithm's settings.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ InputsOf = Callable[[int], dict[str, Any]]  # the graph's inputs of a batch, by 
 
 
 class Resume:
-    """Finished blocks in `folder`: written by `state_of(block)`, read back by `load_state(block, state)`.
+    """Finished blocks in `folder`. `state_of(block)` is the state to store, `load_state(block, state)` restores it.
 
     The state holds everything that a visit changes, the same on all ranks. `settings`: everything that decides the
     result besides model, data and blocks (the options of the algorithm). A folder of another run is an error.
@@ -55,7 +59,7 @@ class Resume:
         self._run, self._reached = RunFolder(self.folder, parts), 0
         once(self._name, self._run.open)
         files = [self._run.file(number).is_file() for number in range(len(blocks))]
-        self.num_finished = gather([*files, False].index(False))[0]  # rank 0's: it writes them
+        self.num_finished = gather([*files, False].index(False))[0]  # rank 0's count, because rank 0 writes the files
 
     def load(self, block: Block) -> bool:
         """Load the next block as its visit left it, if it is finished; returns whether it is."""

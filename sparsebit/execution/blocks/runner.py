@@ -36,7 +36,7 @@ class BlockRunner:
                 if node not in values:
                     values[node] = map_nested(Tensor, torch.clone, self._interpreter.fetch_attr(str(node.target)))
                 return values[node]
-            return self._interpreter.fetch_attr(str(node.target))  # at every run: a visit may have replaced it
+            return self._interpreter.fetch_attr(str(node.target))  # read at every run: a visit may replace the tensor
 
         for node in self.block.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
@@ -47,7 +47,7 @@ class BlockRunner:
 
 
 def _last_reads(block: Block) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that neither the rest of the block nor any later node reads."""
+    """For each node, the values that can be dropped after it: neither the block's rest nor later nodes read them."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in block.nodes}
     seen = set(block.outputs)
     for node in reversed(block.nodes):
@@ -59,7 +59,7 @@ def _last_reads(block: Block) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _copied(values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Copies; values that share memory share it again, except where autograd records them."""
+    """Copies of values; those that share memory share it in the copies too, unless gradients are needed."""
     if any(tensor.requires_grad for tensor in tensors_of(list(values.values()))):
         return {node: map_nested(Tensor, torch.clone, value) for node, value in values.items()}
     return copy.deepcopy(values, {id(node): node for node in values})

@@ -1,4 +1,8 @@
-"""`BlockSamples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it."""
+"""`BlockSamples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it.
+
+Stored batches have the size of the calibration batches; a training step wants other samples each time. Whether rows of
+different batches may be mixed is not assumed but tested: the block must compute the same for some rows alone.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ class BlockSamples:
             return "whole"
         batches = (self._batch(index) for index in range(self.data.num_batches))
         forms, rows = zip(*((_form(batch), _which_have_rows(batch)) for batch in batches), strict=True)
-        if len(set(rows)) > 1:  # a constant that is as long as one of the batches
+        if len(set(rows)) > 1:  # in one batch a constant happens to have as many rows as there are samples
             return "whole"
         constants = not all(rows[0])
         return "mixed" if len(set(forms)) == 1 and not (constants and self.data.num_batches > 1) else "within"
@@ -111,7 +115,7 @@ def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) ->
     owners = torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(counts))
     rows = torch.cat([torch.arange(count) for count in counts])
     order = torch.randperm(len(rows), generator=generator)
-    # A remainder below half a mini-batch is kept for the next round: its gradient would be mostly chance.
+    # A remainder below half a mini-batch is dropped in this round: its gradient would be mostly noise.
     for chosen in order.split(size):
         if len(chosen) * 2 < size and len(chosen) < len(rows):
             continue

@@ -105,7 +105,7 @@ class _Search:
         return found
 
     def name(self, span: Span) -> str:
-        """The path that all weighted nodes of the span share; else the first and the last of them."""
+        """A name for the span: the path that all weighted nodes share, or else the first and the last of them."""
         own = [i for i in range(*span) if self.is_weighted[i]] or list(range(*span))
         names = [node_name(self.nodes[i]) for i in own]
         if len(set(names)) == 1:
@@ -159,7 +159,10 @@ class _Search:
         return any(_is_matrix(self.graph_module, str(source.target)) for source in read)
 
     def _repeated_modules(self) -> list[str]:
-        """The outermost modules in a container that hold no container of several modules of one kind themselves."""
+        """The paths of repeated modules, such as transformer layers.
+
+        These are the outermost modules in a container (`nn.ModuleList`) that do not themselves hold repeated modules.
+        """
         source = getattr(self.graph_module, "source", None)
         if source is None:
             return []

@@ -1,6 +1,8 @@
 """`train_block`: optimises some parameters of one block so that its output equals the float model's.
 
-It does not depend on quantization or pruning: the caller defines the learned parameters and extra terms of the loss.
+It does not depend on quantization or pruning: the caller defines the learned parameters (`ParameterGroup`), the
+distance of outputs and extra terms of the loss. Mini-batches come from `BlockSamples`. Only the given parameters get
+gradients; the model's other parameters, and their `grad`, do not change. Two runs with one seed have equal bits.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def train_block(
             found = distance(outputs, batch.targets, batch.extras)
         extra_loss = penalty(progress)
         loss = found if extra_loss is None else found + extra_loss
-        # Only the gradients of these parameters: those of others in the model are not changed.
+        # `autograd.grad`, not `backward`, which would also write into the `grad` of the model's other parameters.
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for own, gradient in zip(learned, gradients, strict=True):
             own.grad = torch.zeros_like(own) if gradient is None else gradient.to(own.dtype)
@@ -132,7 +134,7 @@ def mean_distance(data: BlockData, distance: Distance, extras: BatchValues | Non
 
 
 def block_seed(seed: int, name: str) -> int:
-    """A seed for one block: blocks are independent of each other, and of those that a resumed run skips."""
+    """A seed for one block, which does not depend on the blocks before it: a resumed run skips some."""
     return zlib.crc32(f"{seed}/{name}".encode())
 
 
@@ -184,7 +186,10 @@ class _Watch:
 
 
 def _in_float32(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """The groups with copies of parameters in half precision, in which small steps are lost and Adam divides by 0."""
+    """The groups with float32 copies of half-precision parameters, in which small steps would be lost.
+
+    Adam's epsilon is zero in float16, so it would also divide by 0.
+    """
 
     def wide(parameter: Tensor) -> Tensor:
         is_half = parameter.dtype in (torch.float16, torch.bfloat16)
@@ -205,7 +210,7 @@ def _write(parameters: Sequence[Tensor], groups: Sequence[ParameterGroup]) -> No
 
 
 def _optimizer(groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
-    """Adam; without memory (betas of 0) its step is the sign of the gradient."""
+    """Adam. With betas of 0 it has no memory, so that its step is the sign of the gradient (`signed`)."""
     signed = {"betas": (0.0, 0.0), "eps": 1e-12}
     return torch.optim.Adam(
         [{"params": list(g.parameters), "lr": g.lr, **(signed if g.signed else {})} for g in groups], foreach=False

@@ -1,4 +1,4 @@
-"""`SharedData`: values by key under a budget of bytes: on their device, else on the host, else on disk."""
+"""`SharedData`: keeps values by key within a budget of bytes: on their device, else on the host, else on disk."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _on_host(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     try:
         pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError:  # the system allows no more of it
+    except RuntimeError:  # the system has no more pinned memory
         return tensor.cpu()
     return pinned.copy_(tensor, non_blocking=True)
 

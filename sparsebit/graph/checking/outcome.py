@@ -1,4 +1,9 @@
-"""The observable effects of one module call: its result, and its writes into inputs and buffers."""
+"""`Outcome`: the observable effects of one call, its result and its writes into inputs and buffers, to compare.
+
+Also the tools to run a call without side effects: `cloned` (inputs), `Snapshot` and `state_kept` (buffers, attributes,
+modes), `undisturbed_randomness`. Writes are found by version counters where torch counts them, otherwise by value:
+batch norms and writes through `.data` are not counted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
-from sparsebit.graph.state.state import PythonRandomness, states_of, tensors_inside
+from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
@@ -23,8 +28,8 @@ Buffers = Callable[[], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """`inputs`: every tensor of the call, as it is afterwards; `written`: those that changed; `buffers`: those that
-    changed; `gradients`: by the name of an input or parameter, where they were requested.
+    """The effects of a call. `inputs`: every tensor of the call, as it is afterwards; `written`: indices of those that
+    changed; `buffers`: those that changed; `gradients`: by name of an input or parameter, if they were requested.
     """
 
     output: Any
@@ -56,7 +61,7 @@ class Notes:
     def __init__(self, call: Call, buffers: Buffers = dict) -> None:
         self.tensors, self.buffers = tensors_of(call), buffers
         self.before = [_version(tensor) for tensor in self.tensors]
-        # By value: torch does not count all writes, not those of batch norms.
+        # Copies, to compare by value: torch does not count the writes of batch norms.
         self.held = {name: buffer.detach().clone() for name, buffer in buffers().items()}
 
     def outcome(self, output: Any) -> Outcome:
@@ -88,7 +93,7 @@ def with_gradients(
     wanted |= parameters
     wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
     with torch.enable_grad():
-        # As results of an operation: a module may write into its inputs, which torch forbids for leaves.
+        # Cloned, so that they are not leaves: a module may write into its inputs, which torch forbids for leaves.
         call = map_nested(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
         output = run(*call[0], **call[1])
         found = torch.autograd.grad(loss(output), list(wanted.values()), allow_unused=True)
@@ -118,7 +123,7 @@ def cloned(call: Call) -> Call:
 
 
 def _like(tensor: Tensor, copied: Tensor) -> Tensor:
-    """The copy, made the result of an operation if the tensor is one: torch forbids writes into trainable leaves."""
+    """The copy; not a leaf if the tensor is not one, because torch forbids writes into leaves that need a gradient."""
     if tensor.is_leaf:
         return copied
     with torch.enable_grad():
@@ -137,15 +142,17 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
 
 
 class Snapshot:
-    """The buffers, attributes and modes of the roots' modules, and the tensors of a call; parameters if code writes."""
+    """Keeps buffers, attributes and modes of the roots' modules, and the tensors of a call, to restore them.
+
+    Parameters are only kept if the modules' code may write into them.
+    """
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
         modules = _modules_of(roots)
         self.states = [state for module in modules for state in states_of(module, inside=False)]
-        attributes = (value for state in self.states for value in state.attributes.values())
-        written = [*tensors_of(call), *(tensor for value in attributes for tensor in tensors_inside(value))]
+        written = [*tensors_of(call), *(tensor for state in self.states for tensor in state.tensors())]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
-        # Of buffers torch does not count all writes: not those of batch norms. `.data` hides its writes.
+        # Restored if their values differ (version None), as torch does not count writes of batch norms, nor of `.data`.
         kept = [buffer for module in modules for buffer in module.buffers(recurse=False)]
         if any(map(may_write_parameters, roots)):
             kept += [parameter for module in modules for parameter in module.parameters(recurse=False)]
@@ -166,7 +173,7 @@ class Snapshot:
 
 
 def _modules_of(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """Every module of the roots, with those that captured graphs in them were traced from."""
+    """Every module of the roots, and of the modules that captured graphs in them were traced from."""
     found: dict[int, nn.Module] = {}
     waiting = list(roots)
     for root in waiting:
@@ -195,7 +202,7 @@ def tensor_at(module: nn.Module, path: str) -> Tensor | None:
 
 
 def _version(tensor: Tensor) -> Any:
-    """A value that changes with every write into the tensor. Inference tensors have no counter: their values."""
+    """A value that changes with every write into the tensor; a copy of the values if it has no counter (inference)."""
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
 
 
@@ -206,7 +213,7 @@ def _is_same(tensor: Tensor, value: Tensor) -> bool:
 
 
 class _Values:
-    """Equal where every number is, NaN too."""
+    """A tensor's values, equal to others if all numbers are equal; NaN equals NaN."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -235,6 +242,16 @@ class Randomness:
         python.restore()
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators on the CPU and, if it is in use, on the GPU.
+
+    `torch.manual_seed` formats the stack for a GPU that is first used later, and seeds it, which nothing could undo.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`require_values`: a model whose tensors hold no values, or whose forward returns none, cannot be compressed."""
+"""`require_values`: raises for models that cannot be compressed: tensors without values, an async forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsebit.errors import CaptureError
 
 
 def require_values(model: nn.Module) -> None:
-    """Raise if tensors of the model hold no values, or its forward returns none."""
+    """Raise if tensors of the model have no values (lazy layers, the meta device), or if its forward is async."""
     tensors, fault = (*model.named_parameters(), *model.named_buffers()), ""
     if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
         fault = f"the model has lazy layers without weights ({', '.join(unmade[:3])}); run it once: model(x)"

@@ -1,7 +1,9 @@
-"""Checks with real data that a copy computes what its model computes; finds the modules that differ.
+"""`Reference`: the model's own code as the reference for a captured copy; finds the modules that differ.
 
-The reference is the model's own code. It runs on a copy that shares the parameters, so that nothing of the user's model
-changes: neither buffers, nor other state, nor the random numbers that come next.
+It runs on a copy of the model that shares the parameters, so that nothing of the user's model changes: neither buffers,
+nor other state, nor the random numbers that come next. `smallest_differing` runs the model once with hooks; at each
+module, a stand-in is built and run on the same inputs, random numbers and state, and its outcome compared. Called by
+`quantization/faithful`.
 """
 
 from __future__ import annotations
@@ -30,12 +32,11 @@ from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested
 
-# Returns a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
-# and the stand-in's buffers.
+# (path, module, call) -> the stand-in that is compared with the module on such calls, and the stand-in's buffers.
 Part = tuple[nn.Module, Buffers]
 BuildPart = Callable[[str, nn.Module, Call], Part]
 Compare = Callable[[nn.Module, nn.Module, Call], "str | None"]
-_CALLS_LOOKED_AT = 2  # of a module that a forward calls several times
+_CALLS_LOOKED_AT = 2  # a module that one forward calls more often is compared on its first calls only
 
 
 class Reference:
@@ -99,7 +100,7 @@ class Reference:
 
 
 class _Watch:
-    """Compares modules with their captured counterparts while the model's own code calls them."""
+    """Compares modules with their stand-ins while the model's own code calls them."""
 
     def __init__(self, model: nn.Module, build: BuildPart, compare: Compare | None) -> None:
         self.model, self.build, self.compare = model, build, compare

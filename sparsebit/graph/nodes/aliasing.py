@@ -1,4 +1,9 @@
-"""Which values share memory, and which nodes write into it. Where it is not known, memory counts as shared."""
+"""Which values of a graph may share memory, and which nodes write into it.
+
+A node is a value only as long as nothing writes into its memory, also through a view. Passes and quantizers, which move
+or copy values, ask here first. The answers are on the safe side: where it is not known, memory counts as shared, and
+unknown code counts as writing (`hidden_writes.py`). It uses torch's op schemas, and lists for what these do not say.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from torch import fx, nn
 from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.nodes.hidden_writes import function_may_write, module_may_write
 
-# What an in-place operator does, out of place.
+# In-place operators of Python, and their out-of-place forms: `operator.iadd` -> `operator.add`.
 OPERATORS: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"i{name.rstrip('_')}"): getattr(operator, name)
     for name in (
@@ -53,7 +58,7 @@ def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
         name = str(getattr(node.target, "__name__", node.target))
         if name in ("broadcast_tensors", "meshgrid"):
             yield from node.all_input_nodes
-        elif name == "einsum":  # of one operand it may only move axes
+        elif name == "einsum":  # with one operand it may only move axes, and return a view
             yield from node.all_input_nodes if len(node.all_input_nodes) == 1 else ()
         elif node.target is getattr:
             yield from node.all_input_nodes[:1] if may_hold_view(str(node.args[1])) else ()
@@ -111,7 +116,7 @@ def is_inplace_call(node: fx.Node) -> bool:
 
 
 def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value, or the base of that view, is overwritten by some node: they must be kept, not copied."""
+    """Nodes whose memory some node of the graph overwrites, perhaps through a view: reading a copy would be wrong."""
     families = Families()
     sources: list[fx.Node] = []
     for node in graph_module.graph.nodes:
@@ -134,8 +139,8 @@ def writes_through_data(graph_module: fx.GraphModule) -> bool:
     return False
 
 
-# What the schemas do not say: attributes, conversions to the type or form that a tensor has already, dropout in eval
-# mode, views that autograd does not track, and Python's own operators.
+# Ops that may return their input or a view of it although their schema does not say so: attributes, conversions to the
+# type or form that a tensor has already, dropout in eval mode, views that autograd does not track, Python's operators.
 _UNSAID = {
     "alpha_dropout", "as_tensor", "asarray", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "byte",
     "cdouble", "cfloat", "chalf", "char", "conj_physical", "copy", "data", "dequantize", "double", "dropout",

@@ -1,4 +1,4 @@
-"""`CapturedBlock`: replaces, in a graph, a block whose forward was traced."""
+"""`CapturedBlock`: holds, in a graph module, the layers of a block whose forward was traced through."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from sparsebit.errors import CaptureError
 
 
 class OfSource(nn.Module):
-    """A module of a graph whose plain attributes are those of the module that was traced (`_traced`)."""
+    """A module of a graph that has the plain attributes of the module that was traced (`_traced`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes are set on the traced module, whose code reads them; the graph holds plain values as constants."""
+        """Set attributes on the traced module, whose code reads them.
+
+        The graph itself holds plain values as constants; `FrozenValues` notices the change.
+        """
         module, new_names = self.__dict__.get(_TRACED, (None, []))
         is_own = module is None or name in GRAPH_MODULE_NAMES or isinstance(value, nn.Module)
         is_own = is_own or (name in self.__dict__ and not hasattr(module, name))
@@ -34,8 +37,8 @@ def _is_method(module: nn.Module, name: str) -> bool:
 
 
 def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str]) -> None:
-    """`module` gets the plain attributes of `traced`; `new_names` those that are set and that `traced` did not have."""
-    # As values: a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
+    """Give `module` the plain attributes of `traced`. `new_names` collects names that are set later and are new."""
+    # Copied as values, because a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
     for name, value in vars(traced).items():
         if not (hasattr(module, name) or isinstance(value, (nn.Module, Tensor)) or callable(value)):
             module.__dict__[name] = value
@@ -43,14 +46,14 @@ def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str
 
 
 _TRACED = "_traced"
-# What a GraphModule has itself: its class, and torch.fx on each instance (`_graph`, `meta`).
+# Names that every GraphModule has: those of its class, and those that torch.fx sets on instances (`_graph`, `meta`).
 GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule({}, fx.Graph())))
 
 
 class CapturedBlock(OfSource):
     """Holds a block's layers, parameters and buffers under the block's name. The graph calls the layers directly.
 
-    A hook on it would never fire, and a call would have no code to run: both raise an error.
+    A hook on it would never run, and a call of it has no code to run: both raise an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -27,7 +27,7 @@ from sparsebit.graph.values.nested import map_nested
 
 
 class GuardError(Exception):
-    """A call that the captured graph does not cover. Users do not see it: the module's own code runs instead.
+    """Raised by a graph for a call that it does not cover. Users do not see it: the module's own code runs instead.
 
     `advice`: what the user can do to have a graph for such calls.
     """
@@ -58,7 +58,7 @@ def guard(value: Any, expected: Any, line: str) -> None:
             holds = (value is None) == (expected is None)
         else:
             holds = bool(_answer(value, expected) == expected)
-    except (TypeError, ValueError, RuntimeError):  # of another kind
+    except (TypeError, ValueError, RuntimeError):  # a value of another kind than the captured one
         holds = False
     if not holds:
         raise GuardError(f"{line}: {expected!r} was captured, and this call differs")
@@ -87,7 +87,7 @@ class Example:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.evaluate(lambda: torch.ones(1) + 1)  # torch imports modules at first use: before it is patched
+        self.evaluate(lambda: torch.ones(1) + 1)  # torch imports modules at first use, which must happen unpatched
 
     def fake(self, value: Any) -> Any:
         """The same nested structure with fake tensors in it."""
@@ -137,6 +137,7 @@ def forget_values(graph: fx.Graph) -> None:
 
 # Attributes of a tensor that code compares with None.
 _NONE_WITHOUT_GRADIENTS = ("grad", "grad_fn", "_grad", "_base")
+_FIELDS = frozenset({"tracer", "node", "root", "attr"})  # of torch.fx's proxies, set once
 
 
 class _Answers:
@@ -147,7 +148,7 @@ class _Answers:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """`weight.data = ...`, `x.requires_grad = True`: a graph has no place for what user code sets on a tensor."""
-        if not is_ours(sys._getframe(1).f_code.co_filename):
+        if name not in ("_node", "__dict__") and (name not in _FIELDS or name in self.__dict__):
             self.tracer.refuse(f"sets the attribute {name!r} of a tensor")
         super().__setattr__(name, value)
 
@@ -171,16 +172,15 @@ class _Answers:
             raise fx_proxy.TraceError("len() of a traced value")
         return int(self._specialise(len(value)))
 
-    def __iter__(self) -> Iterator[Any]:
+    @property
+    def __iter__(self) -> Callable[[], Iterator[Any]]:
+        """A property, so that the function of torch.fx, which unpacks an unknown value into names, sees its caller."""
         value = value_of(self.node)
         if isinstance(value, Mapping):
-            return iter(self._keys(value))
+            return lambda: iter(self._keys(value))
         if isinstance(value, (Sequence, torch.Tensor)) and not isinstance(value, str):
-            return iter([self[index] for index in range(len(self))])  # type: ignore[index]
-        wanted = _unpacked_into(sys._getframe(1))
-        if wanted is None:
-            raise fx_proxy.TraceError("iterates over a traced value")
-        return iter([self[index] for index in range(wanted)])  # type: ignore[index]
+            return lambda: iter([self[index] for index in range(len(self))])  # type: ignore[index]
+        return super().__iter__  # type: ignore[misc,no-any-return]
 
     def __contains__(self, key: Any) -> bool:
         value = value_of(self.node)
@@ -259,7 +259,7 @@ class ExampleAttribute(_Answers, fx_proxy.Attribute):
 
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
-        # Erased: made inside a module whose trace was given up.
+        # An erased node was made inside a module whose trace was given up.
         if self._node is None or self._node._erased:
             self._node = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {}).node
         return self._node
@@ -273,16 +273,5 @@ def reads_class(frame: types.FrameType) -> bool:
     code = frame.f_code
     if "__class__" not in code.co_names or (is_ours(code.co_filename) and not code.co_filename.startswith("<")):
         return False
-    return _running(frame) == ("LOAD_ATTR", "__class__")
-
-
-def _unpacked_into(frame: types.FrameType) -> int | None:
-    """How many names the frame's code unpacks a value into (`b, n, c = x.shape`); None where it does not unpack."""
-    name, value = _running(frame)
-    return int(value) if name == "UNPACK_SEQUENCE" else None
-
-
-def _running(frame: types.FrameType) -> tuple[str, Any]:
-    """Name and argument of the frame's current instruction."""
-    found = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
-    return next(((i.opname, i.argval) for i in found), ("", None))
+    running = (i for i in dis.get_instructions(code) if i.offset == frame.f_lasti)
+    return any((i.opname, i.argval) == ("LOAD_ATTR", "__class__") for i in running)

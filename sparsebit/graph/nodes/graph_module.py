@@ -1,5 +1,9 @@
 """`CapturedGraph`: a GraphModule that stays tied to the module it was traced from, and that can be copied and pickled.
 
+The tie: leaves are the same module objects, and tensors that the graph reads directly live in the same registries
+(`_parameters`, `_buffers`). So `to`, `train` and `load_state_dict` of one reach both, and the source's own code can
+run at any time. A module that only the source's code uses is held here as well once `keep_uncalled` was called.
+
 torch.fx pickles a graph as Python source and traces that again, which loses what a plain trace cannot see (guards,
 training flags, factories). Here the nodes themselves are stored.
 """
@@ -40,9 +44,9 @@ class CapturedGraph(OfSource, fx.GraphModule):
     def __init__(self, source: nn.Module, graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
-                node.target = _filed_path(str(node.target), is_module=node.op == "call_module")
-        super().__init__(_with_filed_children(source), graph, type(source).__name__)
-        # In a tuple: the source's leaves are the graph's, and must not be registered twice.
+                node.target = _graph_path(str(node.target), is_module=node.op == "call_module")
+        super().__init__(_with_renamed_children(source), graph, type(source).__name__)
+        # In a tuple, so that it is not a child: its leaves are registered in the graph already.
         self.__dict__["_source"] = (source,)
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -62,8 +66,22 @@ class CapturedGraph(OfSource, fx.GraphModule):
         self._follow_modes()
         return self
 
+    def rewrite_until_settled(self) -> None:
+        """Until `settle` is called, a changed graph is compiled at its next call only: a build changes it often."""
+        self.__dict__["_is_rewritten"] = True
+
+    def settle(self) -> None:
+        if self.__dict__.pop("_is_rewritten", False):
+            self.recompile()
+
     def recompile(self) -> Any:
-        """As in torch.fx, whose `__call__` would print a traceback to the terminal for every error in the graph."""
+        """As in torch.fx, but without its `__call__`, which prints a traceback for every error inside the graph.
+
+        A guard that fails is such an error, and is expected.
+        """
+        if self.__dict__.get("_is_rewritten", False):
+            type(self).forward = _compile_and_run
+            return None
         code = super().recompile()
         if "__call__" in vars(type(self)):
             del type(self).__call__
@@ -84,12 +102,12 @@ class CapturedGraph(OfSource, fx.GraphModule):
             self.keep_uncalled()
 
     def keep_uncalled(self) -> None:
-        """From now on hold the modules and tensors that only the source's own code reads, which may run too."""
+        """From now on hold modules and tensors that only the source's own code reads, as that may run, too."""
         self.__dict__["_keeps_uncalled"] = True
         _hold(self, self.source, {id(tensor) for tensor in _tensors_of(self)})
         new_names = self.meta.setdefault("new_attributes", [])
         for path, block in self._namespaces():
-            with contextlib.suppress(AttributeError):  # made by a pass
+            with contextlib.suppress(AttributeError):  # a block that a pass has made has no counterpart in the source
                 show_attributes_of(block, self.source.get_submodule(source_path(path)), new_names)
 
     def note_leaves(self) -> None:
@@ -104,21 +122,21 @@ class CapturedGraph(OfSource, fx.GraphModule):
         self.__dict__["_leaves"] = found
 
     def update_source(self) -> None:
-        """Put modules that were replaced in the graph (`graph_module.conv = other`) into the source too."""
+        """Put modules that a user has replaced in the graph (`graph_module.conv = other`) into the source, too."""
         for target, parent, name, module in self.__dict__.get("_leaves", ()):
-            with contextlib.suppress(AttributeError):  # it was deleted
+            with contextlib.suppress(AttributeError):  # the user has deleted it
                 current = self.get_submodule(target)
                 if current is not module and parent._modules.get(name) is module:
                     setattr(parent, name, current)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # What only the source's code uses moves along; a second move of the rest changes nothing.
+        # Moves what only the source's code uses; for shared tensors it is a second move, which changes nothing.
         self.source._apply(fn)
         return self
 
     def _namespaces(self) -> list[tuple[str, nn.Module]]:
-        """Modules that only hold others under a path, this one first; none below modules that are called."""
+        """The blocks that only hold others under a path, this module first; called modules are not entered."""
         found: list[tuple[str, nn.Module]] = [("", self)]
         for path, module in found:
             below = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items()]
@@ -126,7 +144,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
         return found
 
     def _mark_blocks(self, target: str) -> None:
-        """torch.fx puts plain modules where a node's path has parts that the graph does not call."""
+        """Make the plain modules that torch.fx creates along the path of a target CapturedBlocks."""
         module: nn.Module = self
         parts = target.split(".")[:-1]
         for end, name in enumerate(parts, start=1):
@@ -161,9 +179,15 @@ class CapturedGraph(OfSource, fx.GraphModule):
         return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 
+def _compile_and_run(self: CapturedGraph, *args: Any, **kwargs: Any) -> Any:
+    self.settle()
+    self.rewrite_until_settled()
+    return type(self).forward(self, *args, **kwargs)
+
+
 _RESERVED = GRAPH_MODULE_NAMES | {
     *("source", "release_unread", "keep_uncalled", "note_leaves", "update_source", "self"),
-    *("_source", "_leaves", "_keeps_uncalled"),
+    *("rewrite_until_settled", "settle", "_source", "_leaves", "_keeps_uncalled", "_is_rewritten"),
 }
 _PREFIX = "user_"
 
@@ -174,7 +198,7 @@ def source_path(target: str) -> str:
     return f"{first.removeprefix(_PREFIX)}{dot}{rest}" if _is_taken(first) else target
 
 
-def _filed_path(path: str, is_module: bool) -> str:
+def _graph_path(path: str, is_module: bool) -> str:
     """The path in a graph of the module or tensor at `path` in the source."""
     first, dot, _ = path.partition(".")
     if not _is_taken(first) or path == "training":
@@ -185,20 +209,20 @@ def _filed_path(path: str, is_module: bool) -> str:
 
 
 def _is_taken(name: str) -> bool:
-    """Whether a GraphModule uses the name itself, or the name looks like one that was changed for that reason."""
+    """Whether a GraphModule uses the name itself, or the name looks like one that was renamed (`user_graph`)."""
     while name not in _RESERVED and name.startswith(_PREFIX):
         name = name.removeprefix(_PREFIX)
     return name in _RESERVED
 
 
-def _with_filed_children(source: nn.Module) -> nn.Module:
-    """`source`, its children under the names that they have in a graph."""
+def _with_renamed_children(source: nn.Module) -> nn.Module:
+    """`source` with its children under the names that they have in a graph."""
     if not any(_is_taken(name) for name in source._modules):
         return source
-    filed = nn.Module()
-    filed.__dict__.update(source.__dict__)
-    filed._modules = {_filed_path(name, is_module=True): child for name, child in source._modules.items()}
-    return filed
+    renamed = nn.Module()
+    renamed.__dict__.update(source.__dict__)
+    renamed._modules = {_graph_path(name, is_module=True): child for name, child in source._modules.items()}
+    return renamed
 
 
 def share_registries(module: nn.Module, owner: nn.Module) -> None:
@@ -206,7 +230,7 @@ def share_registries(module: nn.Module, owner: nn.Module) -> None:
     if module is owner:
         return
     for name in [name for name in module._buffers if name not in owner._buffers]:
-        # A constant, or a tensor that is a plain attribute: no state of the model, but it moves with it.
+        # A constant, or a tensor that is a plain attribute: not part of the state_dict, but it must move with `.to`.
         owner.__dict__.pop(name, None)
         owner.register_buffer(name, module._buffers[name], persistent=False)
     for registry in _REGISTRIES:
@@ -218,18 +242,18 @@ def _hold(block: nn.Module, source: nn.Module, held: set[int]) -> None:
     if any(id(tensor) not in held for tensor in _tensors_of(source, inside=False)):
         share_registries(block, source)
     for name, child in source._modules.items():
-        filed = _filed_path(name, is_module=True) if isinstance(block, CapturedGraph) else name
-        own = block._modules.get(filed)
+        renamed = _graph_path(name, is_module=True) if isinstance(block, CapturedGraph) else name
+        own = block._modules.get(renamed)
         if child is None or own is child:
             continue
         if isinstance(own, CapturedBlock):
             _hold(own, child, held)
         elif own is None and any(id(tensor) not in held for tensor in _tensors_of(child)):
-            block._modules[filed] = child
+            block._modules[renamed] = child
 
 
 def _tensors_of(module: nn.Module, *, inside: bool = True) -> list[Tensor]:
-    """The parameters and buffers of the module and of all inside, but for modules that compute nothing any more."""
+    """The parameters and buffers of the module and of all inside, except those of absorbed modules."""
     if inside and isinstance(module, Absorbed):
         return []
     own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
@@ -239,7 +263,7 @@ def _tensors_of(module: nn.Module, *, inside: bool = True) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Reference:
-    """The node of that number."""
+    """Takes the place of a node in saved arguments: the node with this number."""
 
     index: int
 

@@ -1,4 +1,10 @@
-"""Whether Python code outside the graph may write into its arguments. Where that is not known, it may."""
+"""Whether Python code outside of a graph may write into tensors, judged by its source code without running it.
+
+`module_may_write` and `function_may_write`: into its arguments, which decides whether values may be shared or must be
+copied. `may_write_parameters`: into parameters, which decides whether a reference run may share them. The source is
+parsed, and every statement that could be a write counts (`x[0] = y`, `x.add_()`, `x += y`, `inplace=True`), also in
+functions of the user's that it calls by name. Where the source is not known, the answer is "it may".
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from sparsebit.graph.values.code import MAX_FUNCTIONS, closed_over, is_foreign, 
 
 
 def module_may_write(module: nn.Module) -> bool:
-    """Whether a call of the module, which runs code of its own, may write into its arguments."""
+    """Whether a call of the module, which runs its own code, may write into its arguments."""
     return _any_may_write([part.source if isinstance(part, CapturedGraph) else part for part in module.modules()])
 
 
@@ -33,13 +39,13 @@ def function_may_write(function: Any) -> bool:
 
 
 def may_write_parameters(model: nn.Module) -> bool:
-    """Whether a forward of the model may write into its parameters: clip a weight, say."""
+    """Whether a forward of the model may write into its parameters, for example clip a weight."""
     parts = list(model.modules())
     kinds: list[Any] = [type(part) for part in parts]
     return (
         any(getattr(part, "max_norm", None) is not None for part in parts)
-        or any(map(_class_may_train, kinds))
-        or any(map(_may_train, _held_functions(parts)))
+        or any(map(_class_may_write_parameters, kinds))
+        or any(map(_reaches_parameter_write, _held_functions(parts)))
     )
 
 
@@ -59,19 +65,21 @@ def _class_may_write(kind: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _class_may_train(kind: Any) -> bool:
-    return any(map(_may_write_parameters, _own_functions(kind))) or any(map(_may_train, _run_by_forward(kind)))
+def _class_may_write_parameters(kind: Any) -> bool:
+    return any(map(_may_write_parameters, _own_functions(kind))) or any(
+        map(_reaches_parameter_write, _run_by_forward(kind))
+    )
 
 
 @lru_cache(maxsize=4096)
-def _may_train(function: FunctionType) -> bool:
+def _reaches_parameter_write(function: FunctionType) -> bool:
     """Whether the function, or one that it calls by a name, may write into parameters."""
     helpers = _called_by_name(function)
     return _may_write_parameters(function) or any(_may_write_parameters(one, _arguments(one)) for one in helpers)
 
 
 def _run_by_forward(kind: Any) -> list[FunctionType]:
-    """The methods that `forward` runs, by their names. Others may well write: they give weights their first values."""
+    """The methods that `forward` runs, followed by name. Other methods do not count: they may initialize weights."""
     functions = _own_functions(kind)
     found = {function for function in functions if function.__name__ in ("forward", "__call__")}
     while True:
@@ -83,7 +91,7 @@ def _run_by_forward(kind: Any) -> list[FunctionType]:
 
 
 def _called_by_name(function: FunctionType) -> list[FunctionType]:
-    """The user's functions, in globals and closures, that the function's code names, and those that these name."""
+    """The user's functions that the function's code names (globals, closures), and those that they name in turn."""
     found: dict[int, FunctionType] = {}
     waiting = [function]
     while waiting and len(found) < MAX_FUNCTIONS:
@@ -136,7 +144,7 @@ def _writes_into_arguments(function: FunctionType) -> bool:
 
 
 def _may_write_parameters(function: FunctionType, own: set[str] | None = None) -> bool:
-    """Whether the function's own code may; `own`: the names of the arguments that may hold parameters (`self`)."""
+    """Whether the function's own code may write into parameters. `own`: arguments that may hold some (`self`)."""
     own, tree = set(function.__code__.co_varnames[:1]) if own is None else own, _tree_of(function)
     if tree is None:
         return True
@@ -146,7 +154,7 @@ def _may_write_parameters(function: FunctionType, own: set[str] | None = None) -
 
 
 def _tree_of(function: FunctionType) -> ast.AST | None:
-    """The function's code; None where it is not known. `__init__` counts as empty: no call runs it."""
+    """The function's parsed source; None if it is not known. `__init__` counts as empty: no forward runs it."""
     if function.__name__ == "__init__":
         return ast.Module([], [])
     try:
@@ -159,7 +167,7 @@ _PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters"
 
 
 def _is_written_in(node: Any, own: set[str]) -> bool:
-    """Whether the write may go into something that an argument holds, judged by that line alone; counters too."""
+    """Whether a write may reach something that an argument holds, judged by its statement alone."""
     if isinstance(node, ast.AugAssign):
         places: list[Any] = [node.target]
     elif isinstance(node, ast.Assign):

@@ -1,6 +1,7 @@
-"""Which functions and modules may draw random numbers, by torch's own schemas; which read the layout of memory.
+"""Which functions and modules may draw random numbers, by torch's own schemas, and which read the memory layout.
 
-A draw is a side effect even if its result is not read: it changes the random numbers that follow.
+Drawing is a side effect even if its result is not read, because it changes the random numbers that follow. So dead code
+that draws must not be removed, and code whose draws depend on the memory layout must get the original's layout.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ def module_may_draw(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=4096)
 def class_may_draw(kind: Any) -> bool:
-    """Whether code of a module's class, but for what initializes weights, may draw random numbers."""
+    """Whether code of a module's class, except for what initializes weights, may draw random numbers."""
     return may_draw(_forward_of(kind)) or any(map(may_draw, _own_functions(kind)))
 
 
 @lru_cache(maxsize=4096)
 def class_reads_layout(kind: Any) -> bool:
-    """Whether code of a module's class may ask how a tensor lies in memory (`x.is_contiguous()`)."""
+    """Whether code of a module's class may read a tensor's memory layout (`x.is_contiguous()`)."""
     return any(_reaches(function, _LAYOUT) for function in _own_functions(kind))
 
 
 def _own_functions(kind: Any) -> Iterator[types.FunctionType]:
-    """The methods that a class has from outside torch, but for those that initialize weights."""
+    """The methods that a class has from outside torch, except those that initialize weights."""
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     for name, member in ((name, member) for base in own for name, member in vars(base).items()):
         if isinstance(member, types.FunctionType) and "init" not in name and "reset" not in name:
@@ -57,7 +58,7 @@ def _forward_of(kind: Any) -> Any:
 
 @cache
 def _drawing() -> frozenset[str]:
-    """The names of all ops that torch says use a generator."""
+    """The names of all ops that torch tags as using a random generator."""
     ops = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::"))
     tagged = ((op.name, torch._C._get_operation_overload(op.name, op.overload_name)) for op in ops)
     seeded = torch.Tag.nondeterministic_seeded

@@ -11,9 +11,9 @@ from torch import nn
 class StandIn(nn.Module):
     """`isinstance(layer, nn.Linear)` has the same result as for the module that this one replaces."""
 
-    def _stands_for(self) -> nn.Module | None:
-        """That module; None where there is none (yet)."""
-        raise NotImplementedError(f"{type(self).__name__} must define _stands_for()")
+    def _replaced_module(self) -> nn.Module | None:
+        """The module that this one replaces; None while there is none."""
+        raise NotImplementedError(f"{type(self).__name__} must define _replaced_module()")
 
     @property
     def __class__(self) -> type:
@@ -23,23 +23,23 @@ class StandIn(nn.Module):
         """
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
             return type(self)
-        module = self._stands_for()
+        module = self._replaced_module()
         return type(self) if module is None else type(module)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        """Wrappers change a module's real type: `fully_shard` does."""
+        """Change the real type, as `fully_shard` does."""
         vars(object)["__class__"].__set__(self, kind)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickles by the real type; by default pickle would use `__class__`."""
+        """Pickle by the real type; by default pickle uses `__class__`, which is another one here."""
         return object.__new__, (type(self),), self.__dict__
 
 
 def without_stand_ins(module: nn.Module) -> nn.Module:
-    """The same module, with each stand-in below it undone: the module that it replaces is put back."""
+    """The same module, in place, with each stand-in below it replaced by its module."""
     for name, child in module._modules.items():
-        while isinstance(child, StandIn) and (replaced := child._stands_for()) is not None:
+        while isinstance(child, StandIn) and (replaced := child._replaced_module()) is not None:
             child = replaced
         if child is not None:
             module._modules[name] = without_stand_ins(child)

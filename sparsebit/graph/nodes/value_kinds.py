@@ -1,4 +1,4 @@
-"""Facts about a node: whether it produces tensors or Python values, what it depends on, reads and writes."""
+"""Facts about a node: whether it produces tensors or Python values, and what it depends on, reads and writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PYTHON_FUNCTIONS = (torch.sym_int, torch.is_floating_point, torch.is_tensor, to
 
 
 def python_values(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that yield sizes, numbers, devices…: arithmetic on them is Python's, not the network's."""
+    """Nodes whose values are sizes, numbers, devices…: arithmetic on them is not part of the network's."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if _yields_python(node, found):
@@ -39,7 +39,7 @@ def python_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def static_values(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that do not depend on any input's values: made of weights, constants and sizes (a position table, say)."""
+    """Nodes that do not depend on any input's values, only on weights, constants and sizes (a position table)."""
     found = python_values(graph)
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(source in found for source in node.all_input_nodes):
@@ -48,7 +48,7 @@ def static_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor; a number in its place (`gain=1.0`) as it is."""
+    """A copy of a tensor; a number (`gain=1.0` instead of a tensor) unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -99,7 +99,7 @@ def depends_on_input(node: fx.Node) -> bool:
 
 
 def asks_about_training(node: fx.Node) -> str | None:
-    """The attribute that the node's value is made from, where training changes it: `weight.requires_grad`."""
+    """The attribute behind the node's value that training may change (`weight.requires_grad`); None without one."""
     pending = [node]
     for current in pending:
         if current.target is getattr and current.args[1] in ("requires_grad", "grad", "grad_fn", "is_leaf"):
@@ -109,7 +109,7 @@ def asks_about_training(node: fx.Node) -> str | None:
 
 
 def asks_for_sizes(node: fx.Node) -> bool:
-    """Whether the node only reads sizes of weights, as `self.weight.shape[0] // 2`: known without an example."""
+    """Whether the node only reads sizes of weights (`self.weight.shape[0] // 2`), which need no example."""
     if node.op == "call_method":
         return node.target in SIZE_METHODS - {"item", "tolist"}
     return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and not any(

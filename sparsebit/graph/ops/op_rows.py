@@ -2,6 +2,9 @@
 
 An op is never reimplemented: a row only says where its tensors are, and the original module or function computes. So
 arguments by position or by name, defaults and flags are honoured by construction.
+
+To add an op, add a row to the tuple of its kind. `op_table.py` finds the row of a node; a row's `name` is what runtime
+profiles, passes and plans refer to. An op with arithmetic of its own is registered with `register_qmodule` instead.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ _ARITHMETIC = (
         "sub", (), (operator.sub, operator.isub, torch.sub, torch.subtract, torch.rsub), ("sub", "sub_", "subtract")
     ),
     _binary("mul", (), (operator.mul, operator.imul, torch.mul, torch.multiply), ("mul", "mul_", "multiply")),
-    _of(OpKind.MULTI, inputs=("input", ""))(  # the divisor stays in float (`passes.divisors`)
+    _of(OpKind.MULTI, inputs=("input", ""))(  # the divisor stays in float (`quantization/planning/divisors.py`)
         "div", (), (operator.truediv, operator.itruediv, torch.div, torch.true_divide, torch.divide),
         ("div", "div_", "divide", "true_divide"),
     ),

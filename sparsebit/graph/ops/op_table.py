@@ -85,7 +85,10 @@ def tensor_arguments(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def input_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any], *, is_module: bool) -> int | str | None:
-    """Where the one input of a unary or weighted op is in a call. A module's parameters have names of its own."""
+    """Where the one input of a unary or weighted op is in a call; None if it is missing.
+
+    For a module that is the first argument, because its forward may use any name for it.
+    """
     known = next(iter(tensor_arguments(row, args, kwargs)), None)
     if known is not None or not is_module or not row.inputs:
         return known
@@ -100,7 +103,7 @@ def weight_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def bias_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> int | str | None:
-    """Where a function's bias is in a call; None where it has none."""
+    """Where a function's bias is in a call; None if it has no bias."""
     if row.bias is None:
         return None
     place = row.bias if row.bias in kwargs else row.bias_position

@@ -1,1 +1,1 @@
-"""Passes that rewrite float graphs, one per file."""
+"""Passes that rewrite float graphs in place, one per file. In eval mode a graph computes the same afterwards."""

@@ -1,4 +1,9 @@
-"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, so that each can be quantized."""
+"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, so that each can be quantized.
+
+Runs before the trace, on modules. torch's fused path for inference returns another memory layout, and zeros at padded
+positions. Code after the attention may notice both, so they are reproduced at run time (`attention_layout`,
+`clear_padding`), when it is known which path torch would take.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ from sparsebit.graph.nodes.random_ops import class_may_draw, class_reads_layout
 def decompose(model: nn.Module) -> nn.Module:
     """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    # Random ops draw in the order of memory, code may branch on it, and a write into `x.reshape(...)` reaches `x` or a
-    # copy: outputs then get the layout of torch's own.
+    # The memory layout of an output matters in three cases: random ops draw in the order of memory, code may branch on
+    # the layout, and a write into `x.reshape(...)` reaches `x` or a copy of it, depending on the layout.
     kinds: list[Any] = [type(module) for module in model.modules() if not isinstance(module, nn.MultiheadAttention)]
     keeps_layout = any(class_may_draw(kind) or class_reads_layout(kind) for kind in kinds) or module_may_write(model)
     plain = {
@@ -41,7 +46,7 @@ def _is_decomposable(module: nn.MultiheadAttention, held: Counter[int]) -> bool:
     is_known = type(module) is nn.MultiheadAttention or getattr(type(module), "is_decomposable", False)
     is_plain = is_known and module.bias_k is None and not module.add_zero_attn
     is_watched = module._forward_hooks or module._forward_pre_hooks
-    # Weights that another layer holds too must stay one tensor.
+    # A weight that another layer holds as well must stay one tensor, and the projections would split it.
     return is_plain and not is_watched and all(held[id(parameter)] == 1 for parameter in module.parameters())
 
 
@@ -51,7 +56,7 @@ class PlainMultiheadAttention(nn.Module):
     attention = softmax(q·k^T/sqrt(d) + mask)·v per head; inputs (L, N, E), or (N, L, E) with batch_first.
     """
 
-    # nn.TransformerEncoderLayer asks for these before it takes its fused path, which would bypass the parts.
+    # nn.TransformerEncoderLayer reads these before it takes its fused path, which would bypass the projections.
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = None
@@ -60,7 +65,7 @@ class PlainMultiheadAttention(nn.Module):
         """`keeps_layout`: the output has the memory layout of the original's."""
         super().__init__()
         self.keeps_layout = keeps_layout
-        # Torch's fused kernel for inference takes these alone.
+        # The conditions of torch's fused kernel for inference that are known when the module is built.
         self.may_fuse = may_fuse(original) and original.num_heads % 2 == 0
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
         self.heads_dim = self.num_heads * self.head_dim  # less than embed_dim where heads were pruned
@@ -129,7 +134,7 @@ class PlainMultiheadAttention(nn.Module):
 
 
 def _at_run_time(function: Callable[..., Tensor], x: Any, *rest: Any) -> Tensor:
-    """`function(x, *rest)`, as one node in a trace: what it depends on is not known there."""
+    """`function(x, *rest)`; in a trace one node, because the modes that the function reads are those of the call."""
     if isinstance(x, fx.Proxy):
         return x.tracer.create_proxy("call_function", function, (x, *rest), {})  # type: ignore[return-value]
     return function(x, *rest)
@@ -194,7 +199,7 @@ def _rank(x: Tensor, usual: int) -> int:
 
 
 def _additive(mask: Tensor, scores: Tensor) -> Tensor:
-    """A boolean mask (True = hidden) as numbers to add; a float mask as it is."""
+    """A boolean mask (True = hidden) as numbers to add; a float mask unchanged."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, float("-inf"))
     return mask

@@ -2,6 +2,10 @@
 
 Three forms: conv / linear / transposed conv whose output a norm reads; convolutions whose concatenation it reads
 (MixNet); a linear layer on tokens whose flattened output it reads (LeViT).
+
+A fold changes modules that the model's own code also calls. So it is only made if the layer feeds the norm alone, both
+are called once, and no other module or code holds their tensors; the norm becomes an identity (`Folded`), so that code
+which still calls it computes the same.
 """
 
 from __future__ import annotations
@@ -43,15 +47,14 @@ _IMAGE_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 def fold_factor(norm: _BatchNorm) -> torch.Tensor:
     """The factor of `norm` for each channel: `g/sqrt(v+eps)`, float64 `(C,)`."""
     assert norm.running_var is not None
-    # float64: the running variance of dead channels is tiny, and the product is stored for good.
+    # In float64, because the running variance of dead channels is tiny, and the product is stored permanently.
     variance = norm.running_var.double()
     gamma = norm.weight.double() if norm.weight is not None else torch.ones_like(variance)
     return gamma / torch.sqrt(variance + norm.eps)
 
 
 def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
-    """Multiply `norm` (its running statistics) into `layer`, in place; `norm` becomes an identity, for code that still
-    calls it.
+    """Fold `norm` with its running statistics into `layer`, in place; `norm` becomes an identity.
 
     W' = W * g/sqrt(v+eps) along the output channels, b' = (b - m) * g/sqrt(v+eps) + beta.
     """
@@ -67,7 +70,7 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
 
 
 def neutralize(norm: _BatchNorm) -> None:
-    """Make the norm an identity, in place, because layers now compute its part."""
+    """Make the norm an identity, in place: by its numbers, and by its class, which also holds in train mode."""
     with torch.no_grad():
         neutral = {"running_mean": 0.0, "running_var": 1.0 - norm.eps, "weight": 1.0, "bias": 0.0}
         for name, value in neutral.items():
@@ -95,7 +98,7 @@ def can_fold(layer: nn.Module | None, norm: nn.Module | None) -> bool:
     if type(norm) not in _NORMS.get(type(layer), ()) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
         return False
     assert isinstance(layer, (_ConvNd, nn.Linear))
-    # A weight that is computed at every call (weight norm, pruning) would undo the folding.
+    # A weight that is computed at every call (weight norm, pruning) would overwrite the folded one.
     if is_intercepted(layer) or is_intercepted(norm) or layer._parameters.get("weight") is None:
         return False
     return (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) == norm.num_features
@@ -206,7 +209,7 @@ def feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
 
 
 def is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether a change of the module would affect anything besides this call."""
+    """Whether a change of the module would affect anything other than this call."""
     module = module_of(node, root)
     calls = [other for other in root.graph.find_nodes(op="call_module") if module_of(other, root) is module]
     if len(calls) > 1 or node.target in root.meta.get("shared", ()):
@@ -220,13 +223,13 @@ def is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def held_parameters(root: nn.Module) -> Counter[int]:
-    """By id, in how many registries a parameter is. A lifted layer and the block that it was lifted from share one."""
+    """By id, the number of registries that hold a parameter. A lifted layer and its block share one registry."""
     registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
     return Counter(id(parameter) for registry in registries for parameter in registry.values())
 
 
 def _read_alone(root: fx.GraphModule) -> Iterator[object]:
-    """The parameters whose numbers the graph reads outside of layers; reading a shape alone does not count."""
+    """The parameters whose values the graph reads outside of layers; reading only a shape does not count."""
     python = python_values(root.graph)
     for node in root.graph.find_nodes(op="get_attr"):
         if not node.users.keys() <= python:
@@ -246,7 +249,7 @@ def _along_outputs(layer: _ConvNd | nn.Linear, factor: torch.Tensor) -> torch.Te
     """`factor` (out,) shaped to multiply the layer's weight along its output channels."""
     if not isinstance(layer, _ConvTransposeNd):
         return factor.reshape(-1, *([1] * (layer.weight.dim() - 1)))
-    # (in, out/groups, k…): the input block of group g meets the factors of group g.
+    # The weight is (in, out/groups, k…): the rows of group g are multiplied by the factors of group g.
     per_input = factor.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1)
     return per_input.reshape(layer.in_channels, -1, *([1] * (layer.weight.dim() - 2)))
 

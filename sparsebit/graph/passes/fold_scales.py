@@ -32,7 +32,7 @@ def fold_scales(graph_module: fx.GraphModule) -> int:
 
 
 def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
-    """Take the product out of the graph if one operand is a layer's output and the other its factors."""
+    """Fold a product into a layer, if one operand is the layer's output and the other a factor per channel."""
     is_product = product.op in ("call_function", "call_method") and product.target in _PRODUCTS
     if not is_product or len(product.args) != 2 or product.kwargs:
         return False
@@ -99,6 +99,9 @@ def _by_channel(factors: Tensor, layer: nn.Linear | _ConvNd) -> Tensor | None:
 
 
 def _keeps_rank(call: fx.Node, layer: nn.Linear | _ConvNd, rank: int) -> bool:
-    """Whether factors with so many axes leave the output those it has; the fewest of such a layer, if unknown."""
+    """Whether multiplying by factors with `rank` axes adds no axis to the output.
+
+    Without an example the output is assumed to have the fewest axes that such a layer's output can have.
+    """
     output = value_of(call)
     return rank <= (output.dim() if isinstance(output, Tensor) else layer.weight.dim() - 1)

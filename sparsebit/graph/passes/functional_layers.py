@@ -1,7 +1,8 @@
 """Functional calls on a module's own tensors -> layers, so that folding, naming and training see them.
 
 Layers with a forward of their own trace to such calls: same-padding convolutions to `F.conv2d(x, self.weight, …)`,
-subclasses of BatchNorm (norm + activation in one layer) to `F.batch_norm` with the eval branch taken.
+subclasses of BatchNorm (norm + activation in one layer) to `F.batch_norm` with the eval branch taken. The new layers
+hold the same parameter objects, and where possible share the owner's registry, so that later changes reach both.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _NORMS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Batch
 
 
 def lift_functional_layers(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite in place every call whose weight and bias are parameters as they are and whose other arguments are fixed.
+    """Rewrite in place every call whose weight and bias are parameters themselves, and whose other arguments are fixed.
 
-    The layer is filed below the owner of its weight: `stem.weight` -> `stem.conv`. Calls that are alike share a layer.
+    The layer is placed below the owner of its weight: `stem.weight` -> `stem.conv`. Equal calls share one layer.
     """
     layers: dict[Any, str] = {}
     for node in list(graph_module.graph.nodes):
@@ -90,7 +91,7 @@ def _call_instead(node: fx.Node, path: str, source: fx.Node) -> None:
 def _make(
     kind: type[nn.Module], weight: fx.Node, bias: fx.Node | None, options: dict[str, Any], root: fx.GraphModule
 ) -> nn.Module:
-    """The layer around the very same parameters."""
+    """A layer that holds the same parameter objects."""
     values = root.get_parameter(str(weight.target))
     outputs, inputs, groups = values.shape[0], values.shape[1], options.get("groups", 1)
     if kind is nn.Linear:
@@ -145,7 +146,7 @@ def _lift_norm(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -
         return
     if any((given.get(name) is None) != (getattr(owner, name) is None) for name in ("running_var", "weight", "bias")):
         return
-    # Only a layer that asked for its mode behaves like its base class in both; a frozen norm has one mode.
+    # Only a layer whose code reads `self.training` behaves like its base class in both modes; a frozen norm has one.
     if given.get("training", False) is not False or source_path(path) not in graph_module.meta.get("eval_branches", ()):
         return
     name = f"{path}.norm" if path else "norm"
@@ -158,7 +159,7 @@ def _lift_norm(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -
 
 
 def _statistics_owner(given: dict[str, Any]) -> str | None:
-    """The module whose own statistics, weight and bias are given, all of them as they are; else None."""
+    """The path of the module whose own statistics, weight and bias are the arguments; None if there is none."""
     mean = given.get("running_mean")
     if not isinstance(mean, fx.Node) or mean.op != "get_attr":
         return None

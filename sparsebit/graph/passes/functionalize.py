@@ -1,4 +1,8 @@
-"""In-place ops -> out-of-place ones, so that no later node changes the value of a node."""
+"""In-place ops -> out-of-place ones, so that a node's value is not changed by later nodes.
+
+Only where the write cannot be seen anywhere else. It stays in place if it goes through a view that is read later, into
+a buffer, or into the caller's tensor: an out-of-place op would not change these.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     families = Families()
     plain: set[fx.Node] = set()
     kept: set[Any] = set()
-    relied_on: set[Any] = set()  # modules whose write is read by way of their input
+    relied_on: set[Any] = set()  # modules whose input is read after they have written into it
     for node in list(graph.nodes):
         source = overwritten(node, graph_module)
         is_hidden = source is not None and not _is_seen(families.of(source), source, node, order)
@@ -100,7 +104,7 @@ def _clear(node: fx.Node, root: fx.GraphModule) -> None:
 
 
 def _plain_function(target: Any) -> Callable[..., Any] | None:
-    """`torch.relu` for `torch.relu_`, say."""
+    """The out-of-place form of a function, such as `torch.relu` for `torch.relu_`; None if there is none."""
     if target is operator.setitem:
         return with_item
     name = str(getattr(target, "__name__", ""))

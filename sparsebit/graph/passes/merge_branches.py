@@ -2,6 +2,8 @@
 
 `conv3(x) + conv1(x) + norm(x)` is linear in x, so one kernel computes it (RepVGG, Ding et al. 2021, section 3.3). The
 largest kernel takes in the others; these remain with weights of zero, for code of the model that still calls them.
+
+Terms with other inputs, and branches that cannot be merged, stay in the sum. The kernels are added in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _SIGNS: dict[object, int] = {operator.add: 1, torch.add: 1, "add": 1, operator.s
 _OPERATORS = {1: operator.add, -1: operator.sub}
 
 
-# Layers that return zeros.
+# Classes of merged layers, which return zeros.
 _MERGED: dict[type, Any] = {
     kind: type(f"Merged{kind.__name__}", (Absorbed, kind), {"__module__": __name__})
     for pair in _NORM_OF.items()
@@ -51,7 +53,7 @@ def merge_branches(graph_module: fx.GraphModule) -> int:
         if _is_addition(top) and not _is_inside(top):
             merged = {branch.node for group in _by_input(top, graph_module) for branch in _merge(group)}
             if merged:
-                _leave_out(top, merged)
+                _remove_terms(top, merged)
             count += len(merged)
     if count:
         sweep(graph_module)
@@ -113,13 +115,13 @@ def _merge(branches: list[_Branch]) -> list[_Branch]:
         kernel = None if branch.layer is host else _kernel_for(host, branch.layer)
         if kernel is not None:
             _add(host, *(branch.sign * values for values in kernel))
-            _empty(branch.layer)
+            _make_zero(branch.layer)
             merged.append(branch)
     return merged
 
 
 def _kernel_for(host: _ConvNd, layer: _ConvNd | _BatchNorm) -> tuple[Tensor, Tensor] | None:
-    """The layer as a weight of the host's shape and a bias, float64; None where the host cannot compute it."""
+    """The layer as a weight of the host's shape and a bias, float64; None if the host cannot compute it."""
     weight = torch.zeros(host.weight.shape, dtype=torch.float64, device=host.weight.device)
     if isinstance(layer, _BatchNorm):
         return _kernel_of_norm(host, layer, weight)
@@ -131,7 +133,7 @@ def _kernel_for(host: _ConvNd, layer: _ConvNd | _BatchNorm) -> tuple[Tensor, Ten
     places: list[slice] = []
     for (size, pad, step), (most, room, _) in zip(_sizes(layer), _sizes(host), strict=True):
         start, rest = divmod(room - pad, step)
-        # As many outputs, and each of its taps is one of the host's.
+        # Merged only if the output size is the same, and each tap of the small kernel falls on a tap of the host's.
         if rest or not 0 <= start <= most - size or 2 * (room - pad) != step * (most - size):
             return None
         places.append(slice(start, start + size))
@@ -141,7 +143,7 @@ def _kernel_for(host: _ConvNd, layer: _ConvNd | _BatchNorm) -> tuple[Tensor, Ten
 
 
 def _kernel_of_norm(host: _ConvNd, norm: _BatchNorm, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A norm scales each channel at the place of the output: the tap of the host that reads it is at its padding."""
+    """A norm as a kernel: a diagonal of factors at the centre tap, which reads the position of the output."""
     keeps_size = all(2 * pad == step * (size - 1) for size, pad, step in _sizes(host))
     is_fit = type(norm) is _NORM_OF.get(type(host)) and norm.num_features == host.in_channels == host.out_channels
     if not is_fit or not keeps_size or any(stride != 1 for stride in host.stride):
@@ -170,7 +172,7 @@ def _add(host: _ConvNd, weight: Tensor, bias: Tensor) -> None:
 
 
 @torch.no_grad()
-def _empty(layer: _ConvNd | _BatchNorm) -> None:
+def _make_zero(layer: _ConvNd | _BatchNorm) -> None:
     """Make the layer return zeros, for code that still adds them."""
     if layer.weight is None:  # a norm without factors
         layer.weight, layer.bias = (nn.Parameter(torch.zeros_like(layer.running_mean)) for _ in range(2))
@@ -180,13 +182,14 @@ def _empty(layer: _ConvNd | _BatchNorm) -> None:
     layer.__class__ = _MERGED[type(layer)]
 
 
-def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
+def _remove_terms(top: fx.Node, merged: set[fx.Node]) -> None:
     """Reduce the sum to the other terms; the zero with which Python's `sum` begins is left out too."""
     inner = list(_inner_additions(top))
     kept = [(term, sign) for term, sign in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term)]
-    kept.sort(key=lambda one: -one[1])  # one that is added comes first: that which took in the others, at the latest
+    # An added term must come first. There is one: the convolution that took in the others has a positive sign.
+    kept.sort(key=lambda one: -one[1])
     (total, _), *rest = kept
-    if rest:  # the last one is added by the node of the sum, which keeps its name
+    if rest:  # the last term is added by the sum's own node, so that its name stays
         with top.graph.inserting_before(top):
             for term, sign in rest[:-1]:
                 total = top.graph.call_function(_OPERATORS[sign], (total, term))

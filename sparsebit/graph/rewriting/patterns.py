@@ -121,7 +121,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def is_itself(module: nn.Module | None, kind: type[M]) -> TypeGuard[M]:
-    """Whether the module's real type is `kind`; a wrapped layer answers `isinstance` as the layer inside it does."""
+    """Whether the module's real type is `kind`. `isinstance` of a wrapped layer is that of the layer inside it."""
     return issubclass(type(module), kind)
 
 

@@ -83,7 +83,10 @@ class ReplacePatternBase:
 
 
 def sweep(graph_module: fx.GraphModule) -> None:
-    """Erase nodes that are not read (unused inputs stay), then submodules that are not called, and recompile."""
+    """Erase nodes that are not read and have no side effect, then submodules that are not called, and recompile.
+
+    Unused inputs stay, so that the graph's signature does not change.
+    """
 
     def is_impure(node: fx.Node) -> bool:
         is_fixed = node.op in ("placeholder", "output") or node.target is guard

@@ -1,7 +1,11 @@
-"""Plain values that a graph holds as constants (attributes of modules, globals): has one changed since the trace?
+"""`FrozenValues`: notices when a plain value that a graph holds as a constant has changed since the trace.
 
-A trace reads `self.temperature` once. The check runs at every call, so it looks only at values that the traced code can
-read, and compares whole groups of them in C.
+A trace reads `self.temperature`, or a global, once; a later assignment would have no effect on the graph. `Region` asks
+`changed()` at every call. So the cost per call must be small: the bytecode of the traced code shows which names it can
+read (`_Reads`), only these values are watched, and they are compared in groups, in C (`operator.attrgetter`).
+
+Attributes of modules are watched by name, containers and plain objects by content, several levels deep. It errs on the
+side of watching too much: strings in the code may be names of attributes, and code with `getattr` may read anything.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ _DYNAMIC = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute_
 
 @dataclass(frozen=True)
 class _Group:
-    """`read(holder)` gave `held`, the values called `names`. `is_outside`: the holder does not belong to the model."""
+    """Values that are compared at once: `read(holder)` returned `held`, the values called `names`.
+
+    `is_outside`: the holder does not belong to the model (a global, a class), so a copy of the model has the same one.
+    """
 
     read: Callable[[Any], Any]
     holder: Any
@@ -54,9 +61,9 @@ class _Group:
 
 
 class FrozenValues:
-    """The values that the code of some modules, by path, can read, as they are now.
+    """The plain values that the code of some modules, by path, can read, as they are now.
 
-    `new_names` gets the names of attributes that modules did not have, when they are set.
+    `new_names`: a list to which the names of attributes are added that modules did not have, when they are set.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], new_names: list[str] | None = None) -> None:
@@ -68,7 +75,7 @@ class FrozenValues:
             patched = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
             reads.update(_reads_of(type(module)))
             reads.update(_reads_of_functions(patched))
-        while size != len(reads):  # the code of an object that is found may read more
+        while size != len(reads):  # objects that are found may have code (properties) that reads further values
             size, self._groups, self._seen = len(reads), [], set()
             for path, module in modules:
                 self._watch_module(path, module, reads)
@@ -95,7 +102,7 @@ class FrozenValues:
                 self._watch_outside(operator.itemgetter(name), namespace, f"the global {name}", reads)
 
     def changed(self) -> str | None:
-        """Which value has changed, from what to what; None where none has."""
+        """A sentence on the first value that has changed; None if none has."""
         changed = next((group for group in self._groups if group.is_changed), None)
         return None if changed is None else _described(changed)
 
@@ -106,7 +113,7 @@ class FrozenValues:
         names = [name for name in own if reads.may_read(name)]
         self._watch_attributes(module, names, here)
         shared = [name for name in dict.fromkeys(of_class) if name not in vars(module) and reads.may_read(name)]
-        if shared:  # an instance may get a value of its own
+        if shared:  # read through the instance, as it may get a value of its own later
             read = operator.attrgetter(*shared)
             self._groups.append(_Group(read, module, read(module), tuple(f"{here}{name}" for name in shared)))
         for name in names:
@@ -117,7 +124,7 @@ class FrozenValues:
     def _watch_attributes(self, holder: Any, names: list[str], here: str, *, is_outside: bool = False) -> None:
         if names:
             entries, attributes = operator.itemgetter(*names), operator.attrgetter(*names)
-            # Past the code that a class may have for reading attributes.
+            # From `__dict__`, past a `__getattr__` or descriptor of the class, whose code must not run here.
             read = (lambda holder: entries(holder.__dict__)) if _has_dict(holder) else attributes
             places = tuple(f"{here}{name}" for name in names)
             self._groups.append(_Group(read, holder, read(holder), places, is_outside))
@@ -167,13 +174,16 @@ class FrozenValues:
                 self._watch_inside(inner, f"{place}.{name}", reads, depth + 1, is_outside=is_outside)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenValues:
-        """The same for a copy of the modules, made with the same `memo`: what has changed here has changed there."""
+        """The same for a copy of the modules, made with the same `memo`; changed values count as changed there, too."""
         new = FrozenValues(())
         new._groups = [group if group.is_outside else _copied(group, memo) for group in self._groups]
         return new
 
     def follow(self, original: FrozenValues) -> None:
-        """For a copy whose functions were made to refer to it: what is unchanged in the original is unchanged here."""
+        """For a copy whose functions were rebound to it: values that are unchanged in the original are unchanged here.
+
+        Rebinding has replaced functions, which would otherwise count as a change.
+        """
         for place, (group, theirs) in enumerate(zip(self._groups, original._groups, strict=True)):
             if not group.is_outside and not theirs.is_changed:
                 self._groups[place] = replace(group, held=group.read(group.holder))
@@ -185,7 +195,7 @@ class FrozenValues:
 def _copied(group: _Group, memo: dict[int, Any]) -> _Group:
     holder, held = copy.deepcopy((group.holder, group.held), memo)
     if group.read is _version and group.held == _version(group.holder):
-        held = _version(holder)  # a copy has another count
+        held = _version(holder)  # a copied tensor has its own version counter
     return _Group(group.read, holder, held, group.names)
 
 
@@ -194,7 +204,7 @@ def _reader_of(container: Any, is_outside: bool) -> Callable[[Any], Any]:
     if not isinstance(container, dict):
         return set if isinstance(container, set) else list
     keys = tuple(container)
-    # Past the code of a subclass, which may make values.
+    # With dict's own method, because a subclass's may create values.
     return (lambda held: [dict.__getitem__(held, key) for key in keys]) if is_outside else _items
 
 
@@ -229,7 +239,7 @@ def _data_of(kind: type) -> Iterator[str]:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, and no descriptor."""
+    """Whether it is an object of a user's class that holds data, not code or a descriptor."""
     kind = type(value)
     is_code = callable(value) or isinstance(value, (property, type)) or hasattr(kind, "__get__")
     return not is_code and not is_foreign(kind) and (_has_dict(value) or any(map(_slots_of, kind.__mro__)))
@@ -260,7 +270,7 @@ class _Reads:
     cells: dict[int, tuple[types.CellType, str]] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
     with_defaults: dict[types.FunctionType, None] = field(default_factory=dict)
-    is_dynamic: bool = False  # whether the code may make the names of attributes
+    is_dynamic: bool = False  # whether the code may compute names of attributes (`getattr`): then it may read any
 
     def __len__(self) -> int:
         return len(self.attributes) + len(self.strings) + len(self.globals) + len(self.cells) + len(self.with_defaults)
@@ -274,7 +284,7 @@ class _Reads:
 
 
 def settings_of(kind: type) -> set[str]:
-    """The attributes that the code of a class reads, and sets in `__init__` alone."""
+    """The attributes that the code of a class reads and sets only in `__init__`: its settings."""
     read, written = set[str](), set[str]()
     own = (item for base in kind.__mro__ if not is_foreign(base) for item in vars(base).items())
     for name, member in own:
@@ -306,7 +316,7 @@ def _reads_of_functions(members: Iterable[Any]) -> _Reads:
         found.strings |= strings
         found.is_dynamic |= not _DYNAMIC.isdisjoint(attributes | names)
         waiting += [function.__globals__.get(name) for name in names]
-        if _is_installed(function.__module__):  # nobody sets values inside of a package, but for plain globals
+        if _is_installed(function.__module__):  # of an installed package only plain globals may be set by users
             plain = [name for name in names if isinstance(function.__globals__.get(name), _PLAIN)]
             found.globals |= {(id(function.__globals__), name): (function.__globals__, name) for name in plain}
         else:
@@ -317,7 +327,7 @@ def _reads_of_functions(members: Iterable[Any]) -> _Reads:
 def _note_surroundings(
     function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
 ) -> list[Any]:
-    """Record where the code around a function keeps values. Returns the members of classes and modules it names."""
+    """Record cells, defaults and globals of a function. Returns the members of classes and modules that it names."""
     reached: list[Any] = []
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         found.cells[id(cell)] = (cell, name)
@@ -348,7 +358,7 @@ def _is_installed(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _looked_up(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Attributes, strings and globals, of functions inside too."""
+    """The names of attributes, strings and globals in the code, and in functions inside of it."""
     attributes, strings, names = set[str](), set[str](), set[str]()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):

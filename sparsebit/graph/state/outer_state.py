@@ -1,6 +1,8 @@
-"""State that a module's code and hooks keep outside of it: globals, class attributes, closures, default arguments.
+"""`OuterState`: state that a module's code and hooks keep outside of it: globals, class attributes, closures, defaults.
 
-A graph cannot represent it: a module whose call changes such state must run its own code.
+A graph cannot represent such state: a module whose call changes it must run its own code (`tracing/traced_calls.py`).
+Comparisons use it to undo the effects of a run (`undisturbed_outer_state`). Places are found by following the names in
+the code of functions (`names_in`, closures), without running them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sparsebit.graph.state.state import (
     kept_iterator,
     tensors_kept,
 )
-from sparsebit.graph.values.code import MAX_FUNCTIONS, function_of, is_foreign, names_in
+from sparsebit.graph.values.code import FOREIGN, MAX_FUNCTIONS, draws_unseeded, function_of, is_foreign, names_in
 from sparsebit.graph.values.nested import tensors_of
 
 _MAX_ITEMS = 256
@@ -43,22 +45,22 @@ class Place:
 
 
 class OuterState:
-    """The current values of all places that the code of some modules can reach."""
+    """Keeps the current values of all places that the code of some modules can reach."""
 
     def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
-        """`known`: the places of classes that were examined before."""
+        """`known`: the places of classes that were examined before; a cache, which is filled."""
         self.undo: Undo = []
         places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
         self.held = [(place, place.read()) for place in places]
         iterators = [(index, value) for index, (_, value) in enumerate(self.held) if is_iterator(value)]
         self.iterators = {index: kept_iterator(value) for index, value in iterators}
-        self.prints = [_print(value, self.undo) for _, value in self.held]
+        self.fingerprints = [_fingerprint(value, self.undo) for _, value in self.held]
 
     def changed(self) -> str | None:
-        """The name of a place whose value has changed; None where none has."""
-        for (place, before), print_before in zip(self.held, self.prints, strict=True):
+        """The name of a place whose value has changed; None if none has."""
+        for (place, before), fingerprint_before in zip(self.held, self.fingerprints, strict=True):
             now = place.read()
-            if _print(now, []) != print_before and not _is_memo(before, now, print_before):
+            if _fingerprint(now, []) != fingerprint_before and not _is_memo(before, now, fingerprint_before):
                 return place.name
         return None
 
@@ -66,7 +68,7 @@ class OuterState:
         for index, (place, value) in enumerate(self.held):
             if place.read() is not value:
                 place.write(value)
-            elif index in self.iterators and _print(value, []) != self.prints[index]:
+            elif index in self.iterators and _fingerprint(value, []) != self.fingerprints[index]:
                 place.write(self.iterators[index])
         for undo in self.undo:
             undo()
@@ -84,7 +86,7 @@ def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | 
             state.restore()
 
 
-def _print(value: Any, undo: Undo) -> Any:
+def _fingerprint(value: Any, undo: Undo) -> Any:
     if isinstance(value, CONTAINERS) and len(value) > _MAX_ITEMS:
         return "container", id(value), len(value)
     return fingerprint(value, undo)
@@ -95,13 +97,13 @@ def _is_data(value: Any) -> bool:
     return is_plain or is_iterator(value) or is_random_generator(value)
 
 
-def _is_memo(before: Any, now: Any, print_before: Any) -> bool:
-    """Tensors that do not depend on any input and are kept for the next call: a graph computes them at every call."""
+def _is_memo(before: Any, now: Any, fingerprint_before: Any) -> bool:
+    """Whether the change is a cache of tensors that do not depend on any input: a graph computes them at every call."""
     if before is None:
         return _is_fixed(now)
-    if type(now) is not dict or now is not before or len(now) > _MAX_ITEMS or print_before[0] != "container":
+    if type(now) is not dict or now is not before or len(now) > _MAX_ITEMS or fingerprint_before[0] != "container":
         return False
-    kept, items = print_before[-1], fingerprint(now, [])[-1]
+    kept, items = fingerprint_before[-1], fingerprint(now, [])[-1]
     added = [value for item, value in zip(items, now.values(), strict=True) if item not in kept]
     return len(items) - len(added) == len(kept) and all(map(_is_fixed, added))
 
@@ -151,6 +153,8 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
         if function is None or id(function) in seen or is_foreign(function):
             continue
         seen.add(id(function))
+        if source := draws_unseeded(function.__code__):
+            yield Place(f"the numbers from {source}() (no seed)", object, _ignore)  # at every read another object
         for cell in function.__closure__ or ():
             content = _content(cell)
             waiting.append(content)
@@ -160,11 +164,16 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, CONTAINERS):
                 yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
-        namespace = function.__globals__
-        for name in names_in(function.__code__):
+        names, spaces = names_in(function.__code__), [function.__globals__]
+        for namespace, name in ((space, name) for space in spaces for name in names):
             value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
             waiting.append(value)
-            if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
+            if isinstance(value, types.ModuleType):  # `helpers.step(x)`
+                if value.__name__.partition(".")[0] not in FOREIGN and all(
+                    vars(value) is not known for known in spaces
+                ):
+                    spaces.append(vars(value))
+            elif isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
                 places.add((id(value), ""))
                 yield from _attributes(value)
             elif _is_data(value) and (id(namespace), name) not in places:

@@ -1,7 +1,11 @@
-"""Plain attributes of modules as state: what they hold, whether it changed, and how to put it back.
+"""`ModuleState`: the plain attributes of a module as state: what they hold, whether it changed, and how to restore it.
 
 A graph cannot represent a counter, a list or a tensor that `forward` keeps as an attribute: a module whose call changes
-one must run its own code.
+one must run its own code. `ModuleState` takes a fingerprint of every attribute and of everything mutable inside of it,
+several levels deep, and collects for each mutable object a function that puts its content back (`Undo`).
+
+The user's objects may have any code in their methods, so containers are read and written with the methods of Python's
+own classes (`_base`), and nothing is compared by `==` but fingerprints.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from sparsebit.graph.state.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.
 _REGISTRIES = nn.Module().__dict__.keys() - {"training"}
-# Code may add hooks at its first call, and note in an attribute that it has: both are put back, or neither.
+# Hooks are restored together with attributes: code may add a hook at its first call and note that in an attribute.
 _HOOKS = [name for name, value in nn.Module().__dict__.items() if "_hooks" in name and isinstance(value, dict)]
 CONTAINERS = (list, dict, set, collections.deque)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_WHOLE = (nn.Module, fx.Proxy, fx.Graph, TrainingFlag, *_CODE)  # not looked into
 _MAX_ITEMS = 10_000
 _MAX_DEPTH = 6
 Undo = list[Callable[[], Any]]
@@ -43,30 +48,36 @@ class ModuleState:
         self.hooks = {name: dict(module.__dict__[name]) for name in _HOOKS}
         self.children = dict(module._modules)
         self.undo: Undo = []
-        self.prints = _prints(module, self.undo)
+        self.fingerprints = _fingerprints(module, self.undo)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those in plain attributes: neither parameters nor buffers."""
+        for name, value in self.attributes.items():
+            if name not in _REGISTRIES:
+                yield from tensors_inside(value)
 
     def changed(self) -> str | None:
-        """The name of an attribute whose value has changed; None where none has."""
-        now = _prints(self.module, [])
-        for name in {**self.prints, **now}:
-            if self.prints.get(name) != now.get(name) and not self._is_memo(name):
+        """The name of an attribute whose value has changed; None if none has."""
+        now = _fingerprints(self.module, [])
+        for name in {**self.fingerprints, **now}:
+            if self.fingerprints.get(name) != now.get(name) and not self._is_memo(name):
                 return name
         for registry, held in self.registries.items():
             for name, value in self.module.__dict__[registry].items():
                 if held.get(name) is not value and not isinstance(value, fx.Proxy):
                     return str(name)
-        # Others may have come: a trace installs modules that are made on the spot.
+        # New children do not count: a trace installs modules that forward creates.
         now = self.module._modules
         return next((name for name, child in self.children.items() if now.get(name) is not child), None)
 
     def changes(self) -> list[str]:
         """The names of all attributes but `training` whose values have changed."""
-        now = _prints(self.module, [])
-        names = {**self.prints, **now}.keys() - {"training"}
-        return sorted(name for name in names if self.prints.get(name) != now.get(name))
+        now = _fingerprints(self.module, [])
+        names = {**self.fingerprints, **now}.keys() - {"training"}
+        return sorted(name for name in names if self.fingerprints.get(name) != now.get(name))
 
     def restore(self) -> None:
-        """Puts everything back; tensor constants of a trace, which are filed at the module, stay."""
+        """Put everything back, except for tensor constants, which a trace stores at the module."""
         constants = {k: v for k, v in self.module.__dict__.items() if k.startswith("_tensor_constant")}
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes, **constants)
@@ -78,34 +89,34 @@ class ModuleState:
             undo()
 
     def _is_memo(self, name: str) -> bool:
-        """A value that depends on weights only and is kept for the next call: a graph computes it at every call."""
-        value, print_before = self.module.__dict__.get(name), self.prints.get(name)
+        """Whether a change is a cache of values that depend on weights only: a graph computes them at every call."""
+        value, fingerprint_before = self.module.__dict__.get(name), self.fingerprints.get(name)
         if isinstance(value, fx.Proxy):
-            return print_before == _NOTHING and not depends_on_input(value.node)
-        if type(value) is not dict or print_before is None or print_before[:3] != ("container", dict, id(value)):
+            return fingerprint_before == _NOTHING and not depends_on_input(value.node)
+        if (
+            type(value) is not dict
+            or fingerprint_before is None
+            or fingerprint_before[:3] != ("container", dict, id(value))
+        ):
             return False
         items = _items(value, [], set(), _MAX_DEPTH - 1)
-        added = [item for item in items if item not in print_before[3]]
+        added = [item for item in items if item not in fingerprint_before[3]]
         fresh = [v for v in value.values() if isinstance(v, fx.Proxy) and not depends_on_input(v.node)]
-        return len(items) - len(added) == len(print_before[3]) and len(added) == len(fresh)
+        return len(items) - len(added) == len(fingerprint_before[3]) and len(added) == len(fresh)
 
 
 _NOTHING = ("value", type(None), "None")
 
 
 @contextlib.contextmanager
-def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[None]:
-    """Undo, at the end of the block, changes to attributes of `root`'s modules and to lists and dictionaries in them.
-
-    `tensors`: also what is written into tensors that are attributes.
-    """
+def undisturbed_state(root: nn.Module) -> Iterator[None]:
+    """Undo, at the end of the block, changes to attributes of `root`'s modules, and to lists and dictionaries there."""
     states = states_of(root)
-    with tensors_kept(value for state in states for value in state.attributes.values() if tensors):
-        try:
-            yield
-        finally:
-            for state in states:
-                state.restore()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
 
 
 @contextlib.contextmanager
@@ -123,9 +134,11 @@ def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
 
 
 def tensors_inside(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors that a value holds. Unlike `tensors_of`, it makes nothing anew: the value may be anything."""
+    """The tensors that a value holds. Unlike `tensors_of` it creates no objects, so the value may be anything."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif value is None or isinstance(value, (bool, int, float, str)) or _is_constant(value):
+        return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
         for field in dataclasses.fields(value):
             yield from tensors_inside(getattr(value, field.name, None), depth + 1)
@@ -140,13 +153,13 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def states_of(root: nn.Module, *, inside: bool = True) -> list[ModuleState]:
-    """The state of `root` and, by default, of every module inside; compiled modules keep theirs elsewhere."""
+    """The state of `root` and, by default, of every module inside; not of ScriptModules, which keep it elsewhere."""
     modules = root.modules() if inside else [root]
     return [ModuleState(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 
 class RequiredGradients:
-    """Which tensors required a gradient, to see and to undo that code changes it."""
+    """Remembers which tensors require a gradient, to notice and undo that code changes it."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._before = {id(tensor): (tensor, tensor.requires_grad) for tensor in tensors}
@@ -170,7 +183,7 @@ class PythonRandomness:
 
     def has_changed(self) -> bool:
         now = PythonRandomness()
-        return now.python != self.python or _numpy_print(now.numpy) != _numpy_print(self.numpy)
+        return now.python != self.python or _numpy_fingerprint(now.numpy) != _numpy_fingerprint(self.numpy)
 
     def restore(self) -> None:
         random.setstate(self.python)
@@ -179,33 +192,34 @@ class PythonRandomness:
 
 
 def fingerprint(value: Any, undo: Undo) -> Any:
-    """Something comparable that differs after a change of `value`, two levels deep; `undo` gets how to undo one."""
-    return _print(value, undo, set(), _MAX_DEPTH - 1)
+    """A comparable value that differs after a change of `value`, two levels deep; functions to undo go to `undo`."""
+    return _fingerprint(value, undo, set(), _MAX_DEPTH - 1)
 
 
-def _numpy_print(state: Any) -> Any:
+def _numpy_fingerprint(state: Any) -> Any:
     return state if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
-def _prints(module: nn.Module, undo: Undo) -> dict[str, Any]:
+def _fingerprints(module: nn.Module, undo: Undo) -> dict[str, Any]:
     seen: set[int] = {id(module)}
     return {
-        name: _print(value, undo, seen, 0)
+        name: _fingerprint(value, undo, seen, 0)
         for name, value in module.__dict__.items()
         if name not in _REGISTRIES and not name.startswith("_tensor_constant")
     }
 
 
-def _print(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
-    """Something comparable that differs after a change of `value`, or of what it holds."""
+def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
+    """A comparable value that differs after a change of `value`, or of anything that it holds."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
         return "value", type(value), repr(value)
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), _version(value)
-    if isinstance(value, (nn.Module, fx.Proxy, TrainingFlag, *_CODE)) or id(value) in seen or depth > _MAX_DEPTH:
+    # By identity: modules have a state of their own, code cannot change, and objects in `seen` may contain each other.
+    if isinstance(value, _WHOLE) or id(value) in seen or depth > _MAX_DEPTH or _is_constant(value):
         return "object", id(value)
     if isinstance(value, (tuple, frozenset)):
-        return "value", type(value), tuple(_print(item, undo, seen, depth + 1) for item in value)
+        return "value", type(value), tuple(_fingerprint(item, undo, seen, depth + 1) for item in value)
     if is_iterator(value):
         return "value", type(value), _position(value)
     seen.add(id(value))
@@ -217,8 +231,17 @@ def _print(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     return "object", id(value), _inside(value, undo, seen, depth)
 
 
+def _is_constant(value: Any) -> bool:
+    """Whether its class is a frozen one of Sparsebit: configs, number formats. Each quantizer holds several."""
+    kind: Any = type(value)
+    if not str(kind.__module__).startswith("sparsebit."):
+        return False
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return bool(getattr(kind, "model_config", {}).get("frozen") if parameters is None else parameters.frozen)
+
+
 def is_random_generator(value: Any) -> bool:
-    """Whether it draws numbers from a state of its own (of Python, NumPy or torch), which `fingerprint` reads."""
+    """Whether it is a generator object of Python, NumPy or torch, whose state `fingerprint` reads."""
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return isinstance(value, (random.Random, torch.Generator, *kinds))
@@ -230,7 +253,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def kept_iterator(value: Any) -> Any:
-    """An iterator at the same position, which cannot be set back itself; anything else as it is."""
+    """A copy of an iterator at its current position, since an iterator cannot be set back; other values unchanged."""
     if not is_iterator(value):
         return value
     make, args, *state = value.__reduce__()
@@ -241,7 +264,7 @@ def kept_iterator(value: Any) -> Any:
 
 
 def _kept_state(state: Any) -> Any:
-    """A copy of an iterator's state: of the iterators inside, and of the list in which `cycle` collects its items."""
+    """A copy of an iterator's state, with the iterators inside, and the list in which `cycle` collects its items."""
     if isinstance(state, tuple):
         return tuple(map(_kept_state, state))
     return list(state) if type(state) is list else kept_iterator(state)
@@ -265,7 +288,7 @@ def _can_be_made(value: Any) -> bool:
 
 def _items(value: Any, undo: Undo, seen: set[int], depth: int) -> tuple[Any, ...]:
     def printed(item: Any) -> Any:
-        return _print(item, undo, seen, depth + 1)
+        return _fingerprint(item, undo, seen, depth + 1)
 
     if isinstance(value, dict):
         return tuple((printed(key), printed(item)) for key, item in _held(value))
@@ -273,7 +296,7 @@ def _items(value: Any, undo: Undo, seen: set[int], depth: int) -> tuple[Any, ...
 
 
 def _inside(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
-    """The contents of an object, as far as they can be known."""
+    """The fingerprint of an object's contents: of a random generator, an array, or its attributes; None otherwise."""
     if isinstance(value, random.Random):
         state = value.getstate()
         undo.append(lambda: value.setstate(state))
@@ -294,13 +317,13 @@ def _inside(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
         if isinstance(value, numpy.random.RandomState):
             legacy = value.get_state()
             undo.append(lambda: value.set_state(legacy))
-            return _numpy_print(legacy)
+            return _numpy_fingerprint(legacy)
     held = getattr(value, "__dict__", None)
     slots = _slots(value)
     if slots:
         undo.append(lambda: _fill(value, slots))
-        return tuple((name, _print(item, undo, seen, depth + 1)) for name, item in slots.items())
-    return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
+        return tuple((name, _fingerprint(item, undo, seen, depth + 1)) for name, item in slots.items())
+    return _fingerprint(held, undo, seen, depth + 1) if isinstance(held, dict) else None
 
 
 def _slots(value: Any) -> dict[str, Any]:
@@ -317,8 +340,9 @@ def _fill(value: Any, slots: dict[str, Any]) -> None:
 
 
 def _base(container: Any) -> Any:
-    """The built-in class of a container. Its methods read and write what is there: a subclass may have others, which
-    make objects of what they hold, or import modules.
+    """The built-in class of a container, whose methods read and write the items themselves.
+
+    Methods of a subclass may run any code: create objects from the items, or import modules.
     """
     return next(kind for kind in (collections.OrderedDict, *CONTAINERS) if isinstance(container, kind))
 

@@ -57,12 +57,16 @@ class ExampleValues:
             for part in module.modules():
                 if "training" in part.__dict__:
                     part.__dict__["training"] = False
-                if is_users:  # its code may write into its buffers
-                    part._buffers.update(self.fake(dict(part._buffers)))
-                    tensors = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor)}
-                    part.__dict__.update(self.fake(tensors))
+                self._without_data(part._parameters)  # once, not again in each op
+                self._without_data(part._buffers)  # the code of a user's module may write into them
+                if is_users:
+                    self._without_data(part.__dict__)
             randomness = PythonRandomness()
             try:
                 return evaluate(lambda: module(*args, **kwargs))
             finally:
                 randomness.restore()
+
+    def _without_data(self, held: dict[str, Any]) -> None:
+        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+        held.update((name, fake) for name, fake in self.fake(tensors).items() if fake is not UNKNOWN)

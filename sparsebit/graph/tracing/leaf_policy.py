@@ -21,7 +21,7 @@ _COMPOSITES: tuple[type[nn.Module], ...] = (
 
 @dataclass(frozen=True)
 class LeafPolicy:
-    """Leaves: modules of `torch.nn` except containers and composites, `skip` globs, and the classes in `extra`.
+    """Decides which modules are leaves: those of `torch.nn` except containers, `skip` globs, and classes in `extra`.
 
     By path, with the reason: `own_code`, modules that run their own code untraced while their layers are handled one by
     one; `untouched`, modules that stay as they are, with everything inside.

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-# These take sizes and types, not tensors, so torch.fx does not trace them by itself.
+# Functions of sizes and types, not of tensors, so that torch.fx does not trace them by itself.
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor", "finfo", "iinfo")
-# Traced always: other numbers at every call.
+# Always traced, also without a traced argument, because every call must draw new numbers.
 _RANDOM_FACTORIES = (
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like",
     "randint_like",

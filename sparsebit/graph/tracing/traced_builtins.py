@@ -2,7 +2,8 @@
 
 A traced value is an object of another class. While a trace runs, the model's Python modules therefore see these
 builtins in a form that knows traced values; torch's own modules and ours do not. Each answer that another input could
-change becomes a guard.
+change becomes a guard. The builtins are replaced by names in the modules' globals, because a name is looked up there
+before it is looked up in `builtins`: so no other code of the process sees them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from sparsebit.graph.state.training_flag import TrainingFlag
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package
 _STDLIB, _SITE = (sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
-_NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})  # code of no model, 800 modules of it
+# Code of no model, thousands of modules: what torch, exporters, runtimes, test runners and command lines are made of.
+_OF_NO_MODEL = frozenset({
+    "sympy", "mpmath", "networkx", "jinja2", "fsspec", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "openvino",
+    "triton", "ml_dtypes", "scipy", "sklearn", "joblib", "narwhals", "_pytest", "pytest", "pluggy", "hypothesis",
+    "playwright", "pydantic", "rich", "pygments", "typer", "click", "yaml", "huggingface_hub", "tokenizers",
+})  # fmt: skip
 _MISSING = object()
 _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -38,7 +44,12 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     replacements = _replacements(tracer)
     _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
-    given = [(space, {k: v for k, v in replacements.items() if k not in space}) for space in spaces]
+    given = [
+        (space, replacements)
+        if space.keys().isdisjoint(replacements)  # nearly all, and thousands in a large program
+        else (space, {k: v for k, v in replacements.items() if k not in space})
+        for space in spaces
+    ]
     is_tensor = torch.is_tensor
     try:
         for space, names in given:
@@ -54,9 +65,9 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _users_modules(ids: tuple[int, ...]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """All that `sys.modules` holds, and the namespaces of the user's modules among them.
+    """All modules in `sys.modules`, and the namespaces of the user's among them.
 
-    `ids`: of what `sys.modules` holds. They stay those of the same modules, which the result keeps alive.
+    `ids`: the modules' ids, as the key of the cache. The result keeps the modules alive, so that no id is used again.
     """
     loaded = list(sys.modules.values())
     return loaded, [vars(module) for module in loaded if _is_users(module)]
@@ -72,7 +83,7 @@ def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
-    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
+    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _OF_NO_MODEL:
         return False
     file = space.get("__file__")
     return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"
@@ -148,7 +159,7 @@ def _flat(classes: Any) -> list[Any]:
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:
-    """Whether a traced tensor is a `torch.FloatTensor`, say: such classes stand for a dtype on a device."""
+    """Whether a traced tensor is of a class like `torch.FloatTensor`, which means a dtype on a device."""
     if not isinstance(kind, builtins.type(torch.FloatTensor)) or isinstance(value, TrainingFlag):
         return False
     return bool(value.dtype == kind.dtype) and bool(value.is_cuda == kind.is_cuda) and bool(value.layout == kind.layout)

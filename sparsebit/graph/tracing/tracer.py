@@ -8,6 +8,10 @@ Differences to `torch.fx.Tracer`:
 * factories (`torch.arange(h)`) accept traced sizes;
 * nodes are named after the module whose code calls the op (`node_names.py`);
 * values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
+
+The invariant: a trace either represents what the code does for every call that passes the graph's guards, or it ends
+with the reason (`refuse`), and the module runs its own code. Whatever the traced code changed is undone. One trace runs
+at a time (`TRACING`), and answers only to the thread that traces (`is_tracing_here`).
 """
 
 from __future__ import annotations
@@ -97,6 +101,10 @@ class LeafTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         self.refuse("symbolically traced variables cannot be used as inputs to control flow")
 
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Called by torch.fx for a value of unknown length that is not unpacked into names."""
+        raise fx.proxy.TraceError("iterates over a traced value")
+
     def full_path(self, path: str) -> str:
         return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
 
@@ -132,7 +140,7 @@ class LeafTracer(fx.Tracer):
         return graph
 
     def _read_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose attributes traced code may read: all but those inside of leaves."""
+        """The modules whose attributes traced code may read: all except those inside of leaves."""
         inside: tuple[str, ...] = ()
         for path, module in root.named_modules():
             if path.startswith(inside) or isinstance(module, torch.jit.ScriptModule):
@@ -172,7 +180,7 @@ class LeafTracer(fx.Tracer):
         return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, (), {})
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        """None itself where the example is None, so that `if mask is not None` takes the right branch."""
+        """As in torch.fx; but if the example is None, None itself, so that `if mask is not None` takes its branch."""
         if args and isinstance(args[0], torch.Tensor) and writes_by_name(target):
             raise fx.proxy.TraceError("writes a traced value into a tensor that is not traced")
         if kind in ("call_module", "get_attr"):
@@ -225,7 +233,7 @@ class LeafTracer(fx.Tracer):
         return self.create_proxy("call_function", target, (proxy, other), {})
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
-        """Record in the graph that the trace assumed `answer` for `node`; no guard is needed for weights alone."""
+        """Record in the graph that the trace assumed `answer` for `node`; a value of weights alone needs no guard."""
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
         if not depends_on_input(node):
@@ -245,6 +253,7 @@ class LeafTracer(fx.Tracer):
             self.untraced[path] = Untraced(self.full_path(path), type(m).__name__, reason, forward_line(m))
         if path in self.untraced or self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
+        # Everything that has to be restored if the trace of this module fails: the module then becomes a leaf.
         last = next(iter(reversed(self.graph.nodes)), None)
         stack = dict(self.module_stack)
         assert isinstance(self.root, nn.Module)

@@ -1,14 +1,13 @@
 """Finds, during a trace, code that no graph can represent; its module then runs its own code.
 
 Such code is: random numbers and writes that run on real tensors during the trace, parameters that are read without an
-attribute access, gradient and autocast modes, functions with their own backward, seeds, generators without a seed.
+attribute access, gradient and autocast modes, functions with their own backward, seeds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,6 @@ from sparsebit.graph.tracing.patched_torch import holds_proxy, patch
 from sparsebit.graph.values.nested import storage_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_TRACER = os.path.join("sparsebit", "graph", "tracing", "tracer.py")
 _MODES: tuple[tuple[Any, str, str], ...] = (
     (torch.no_grad, "__enter__", "torch.no_grad()"),
     (torch.enable_grad, "__enter__", "torch.enable_grad()"),
@@ -106,7 +104,6 @@ def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
     for module in (torch, torch.random):
         for name in _SEEDS:
             patch(stack, module, name, _refusing(tracer, getattr(module, name), f"calls torch.{name}()"))
-    _patch_entropy(tracer, stack)
     unwrap = torch._functorch.utils.unwrap_dead_wrappers
 
     def unwrap_or_refuse(args: tuple[Any, ...]) -> Any:
@@ -117,43 +114,6 @@ def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
         return unwrap(args)
 
     patch(stack, torch._functorch.utils, "unwrap_dead_wrappers", unwrap_or_refuse)
-
-
-def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
-    """Refuse the sources that seed unseeded generators. NumPy's use `secrets`, which reads `random._urandom`."""
-    reason = "draws from a random generator without a seed, or from the system's: other numbers at every call"
-
-    def refuse() -> None:
-        if tracer.is_tracing_here() and not _is_importing():
-            tracer.refuse(reason)
-
-    def reading(original: Callable[[int], bytes]) -> Callable[[int], bytes]:
-        def read_or_refuse(size: int) -> bytes:
-            refuse()
-            return original(size)
-
-        return read_or_refuse
-
-    for owner, name in ((os, "urandom"), (random, "_urandom")):
-        patch(stack, owner, name, reading(getattr(owner, name)))
-    seed = random.Random.seed
-
-    def seed_or_refuse(generator: random.Random, a: Any = None, version: int = 2) -> None:
-        if a is None:
-            refuse()
-        seed(generator, a, version)
-
-    patch(stack, random.Random, "seed", seed_or_refuse)
-
-
-def _is_importing() -> bool:
-    """Whether the code that runs belongs to an import, which the traced code (or torch itself) has started."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(_TRACER):
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _refusing(tracer: Any, original: Callable[..., Any], reason: str, users_only: bool = False) -> Callable[..., Any]:

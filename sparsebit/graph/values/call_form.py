@@ -1,4 +1,7 @@
-"""The form of a call: which parameters of `forward` are given, and which are constants."""
+"""The form of a call: which arguments of `forward` vary from call to call, and which are constants, with their values.
+
+A graph is captured for one form. None, booleans, strings and defaults are constants, because code branches on them.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 `copy.deepcopy` alone is not enough: it keeps functions as they are, so that a `forward` or a hook that was put onto an
 instance goes on calling the layers of the original, as weak references do, and it refuses tensors with a gradient
-history.
+history. After the deep copy, `_Rebinder` makes copies of such functions whose closures, defaults and globals refer to
+the copied modules.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     Hooks with an attribute `stays_behind` that is true (masks of pruned weights) are not in the copy.
 
     `share_parameters`: the copy reads the very same parameters, and has buffers and other state of its own: cheap, and
-    enough to run a forward without a trace in the original. `share`: other objects that both are to have.
+    enough to run a forward without effects on the original. `share`: other objects that are shared, not copied.
     """
     memo: dict[int, Any] = {id(part): part for part in share}
     if share_parameters:
@@ -92,7 +93,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
     """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses: those with a gradient history
-    that a module keeps as an attribute (what an old `weight_norm` computes, say).
+    that a module keeps as an attribute (for example the weight that an old `weight_norm` computes).
     """
     values = (value for module in model.modules() for value in _leaves(module.__dict__))
     computed = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
@@ -100,7 +101,7 @@ def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _empty_containers(model: nn.Module) -> dict[int, Any]:
-    """Copies, by the id of the original, of the empty containers of modules: most of what there is to copy is hooks."""
+    """Copies, by the id of the original, of modules' empty containers (hooks), which are most of what is copied."""
     return {
         id(value): type(value)()
         for module in model.modules()
@@ -110,7 +111,7 @@ def _empty_containers(model: nn.Module) -> dict[int, Any]:
 
 
 def is_held(root: nn.Module, part: nn.Module) -> bool:
-    """Whether a module of `root` has the part in an attribute, registered or not: a copy then has its own."""
+    """Whether a module of `root` holds the part in an attribute, registered or not, so that it is copied with it."""
     return any(value is part for module in root.modules() for value in _leaves(vars(module)))
 
 

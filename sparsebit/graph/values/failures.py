@@ -1,7 +1,8 @@
-"""Where a trace failed, and why, as a line of the user's code."""
+"""Describes why a trace failed, with the line of the user's code (`Untraced`); logs faults of this package."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import logging
@@ -40,6 +41,7 @@ def describe_failure(error: BaseException, path: str, module: nn.Module) -> Untr
     if _CACHE.search(reason):  # a class of transformers, which a call keeps between the tokens that it generates
         reason += "; call the model with use_cache=False (model.config.use_cache = False), and it can be traced"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
+    frames = [f for f in frames if f.filename != contextlib.__file__]  # around a call: it changes state
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else forward_line(module)
     return Untraced(path, type(module).__name__, f"{type(error).__name__}: {reason}", line)
 

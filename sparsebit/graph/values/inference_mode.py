@@ -1,4 +1,4 @@
-"""Ordinary tensors in place of those of `torch.inference_mode()`, which can never take part in a backward."""
+"""Ordinary tensors instead of those of `torch.inference_mode()`, which can never take part in a backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns views that were made without a record for the backward into tensors of their own.
+"""`with_own_tensors`: turns results that are views, made while gradients are off, into tensors of their own.
 
 A quantized copy is contiguous even if its original is not. On such a copy an op (`F.linear`, `reshape`) may return a
 view of a temporary where it would return a new tensor to the model. Autograd refuses to write into a view that was
@@ -16,7 +16,10 @@ from sparsebit.graph.values.nested import is_symbolic, map_nested, storage_of, t
 
 
 def with_own_tensors(output: Any, inputs: Any) -> Any:
-    """Without gradients, `output` with own tensors where one is a view of memory that no input or other part shares."""
+    """`output`, with views detached from their base if no input or other output shares the memory.
+
+    Only while gradients are off: otherwise autograd tracks views.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return output
     tensors = [output] if isinstance(output, Tensor) else tensors_of(output)

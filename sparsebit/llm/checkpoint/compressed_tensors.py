@@ -9,7 +9,6 @@ which number format.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,16 +20,18 @@ from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat, WeightKind, layer_parts
 from sparsebit.llm.layers.float_kinds import GROUPS, FloatKind
 from sparsebit.llm.layers.float_weight import FloatWeight, Weight
+from sparsebit.llm.layers.input_rounding import InputFormat, InputRounding
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
-log = logging.getLogger(__name__)
 _SUFFIXES: dict[WeightKind, tuple[str, ...]] = {
     "int": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "fp8": ("weight", "weight_scale"),
     "mxfp4": ("weight_packed", "weight_scale"),
     "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
 }
+_DENSE = ("weight", "weight_scale", "weight_zero_point")
+_INPUTS = ("input_scale", "input_zero_point")
 FORMATS: dict[WeightKind, str] = {"int": "pack-quantized", "fp8": "float-quantized"}
 FORMATS |= {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 # The types of the scales, as compressed-tensors names them; without them it takes a group of 32 for other 4-bit floats.
@@ -39,6 +40,7 @@ _FLOATS: dict[FloatKind, dict[str, Any]] = {
     "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
     "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
 }
+_DENSE_FORMATS = ("int-quantized", "naive-quantized")
 _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
@@ -46,7 +48,7 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 def suffixes(layer: LayerFormat) -> tuple[str, ...]:
     """The suffixes of a layer's tensors in the files; the first is always there."""
-    return _SUFFIXES[layer.kind]
+    return (*(_DENSE if layer.is_dense else _SUFFIXES[layer.kind]), *(_INPUTS if layer.inputs is not None else ()))
 
 
 def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
@@ -66,8 +68,13 @@ def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
 
 def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> Weight:
     """The inverse of `layer_tensors`; the number format is that of the config."""
+    if layer.kind == "fp8":  # one scale for each row, or one for all
+        values, scale = layer_parts(tensors, name, _SUFFIXES["fp8"])
+        return FloatWeight("fp8", values, scale.reshape(-1, 1).expand(len(values), 1).contiguous())
     if layer.kind != "int":
         return FloatWeight(layer.kind, *layer_parts(tensors, name, _SUFFIXES[layer.kind]))
+    if layer.is_dense:
+        return _dense_layer(tensors, name, layer)
     words, scales, shape, *_ = layer_parts(tensors, name, _SUFFIXES["int"][: 3 if layer.symmetric else 4])
     out_features, in_features = shape.tolist()
     # compressed-tensors before 0.18 packed 3 bits so that no code reaches into the next word.
@@ -92,6 +99,42 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
     if problem is not None:
         raise CheckpointError(f"layer {name} has {problem}")
     return PackedWeight(dense(words, in_features), scales, zeros, layer.bits, size, in_features)
+
+
+def _dense_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> PackedWeight:
+    """A weight whose codes, from `-2^(bits - 1)` on, are in a tensor of int8; its scales: of groups, rows or all."""
+    codes, scales = layer_parts(tensors, name, _DENSE[:2])
+    first, zeros = 1 << layer.bits - 1, tensors.get(f"{name}.weight_zero_point")
+    if codes.dtype != torch.int8 or not -first <= int(codes.min()) <= int(codes.max()) < first:
+        raise CheckpointError(f"layer {name} has codes of {codes.dtype} that are not int8 of {layer.bits} bits")
+    if layer.symmetric and zeros is not None and bool(zeros.any()):
+        raise CheckpointError(f"layer {name} has zero points, and its config says that it is symmetric")
+    if not layer.symmetric and zeros is None:
+        raise CheckpointError(f"layer {name} has no weight_zero_point: the files and their config do not fit")
+    shape = (len(codes), -1 if scales.numel() >= len(codes) else 1)
+    scales = scales.reshape(shape) if scales.numel() >= len(codes) else scales.reshape(1, 1).expand(shape[0], 1)
+    offsets = None
+    if zeros is not None and not layer.symmetric:
+        offsets = (zeros.reshape(-1, scales.shape[1]).expand(scales.shape).to(torch.int16) + first).contiguous()
+    return PackedWeight.from_codes(codes.to(torch.int16) + first, scales.contiguous(), offsets, layer.bits)
+
+
+def input_rounding(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> InputRounding | None:
+    """How the inputs of a layer are rounded, if its config says so; `tensors`: those of the layer in the files."""
+    if layer.inputs is None:
+        return None
+    if layer.inputs.dynamic:
+        return InputRounding(layer.inputs)
+    scale = layer_parts(tensors, name, _INPUTS[:1])[0]
+    zero = tensors.get(f"{name}.input_zero_point", torch.zeros(1))
+    problem = None
+    if scale.numel() != 1 or zero.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
+        problem = f"an input_scale {scale.tolist()}: one finite number above 0 is read"
+    elif layer.inputs.symmetric and bool(zero.any()):
+        problem = "an input_zero_point, and its config says that it is symmetric"
+    if problem is not None:
+        raise CheckpointError(f"layer {name} has {problem}")
+    return InputRounding(layer.inputs, float(scale), float(zero))
 
 
 def _without_gaps(words: Tensor, bits: int, num_codes: int) -> Tensor:
@@ -148,15 +191,13 @@ def _scheme(layer: LayerFormat) -> dict[str, Any]:
 
 def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, LayerFormat]:
     """The format of each quantized layer of a model whose linear layers have these names."""
-    known, method, form = FORMATS.values(), config.get("quant_method"), config.get("format")
+    known, method, form = (*FORMATS.values(), *_DENSE_FORMATS), config.get("quant_method"), config.get("format")
     unread = {key: config[key] for key in ("transform_config", "sparsity_config") if config.get(key)}
     if method != "compressed-tensors" or form not in known or unread:
         raise CheckpointError(
             f"quantization {method!r} of format {form!r} with {unread or 'no transforms'}: allowed: compressed-tensors "
             f"of format {', '.join(known)}, without transforms and sparsity"
         )
-    if config.get("kv_cache_scheme"):
-        log.warning("kv_cache_scheme %s: the cache of keys and values stays float here", config["kv_cache_scheme"])
     found: dict[str, LayerFormat] = {}
     for name in linear_names:
         if any(_specificity(target, name) in (0, 1) for target in config.get("ignore") or ()):
@@ -168,28 +209,48 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
             if (kind := _specificity(target, name)) is not None
         ]
         if matching:
-            found[name] = _layer_format(min(matching, key=lambda entry: entry[:2])[2], name)
+            group = min(matching, key=lambda entry: entry[:2])[2]
+            found[name] = _layer_format(group, name, is_dense=(group.get("format") or form) in _DENSE_FORMATS)
     return found
 
 
-def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
+def _layer_format(group: Mapping[str, Any], name: str, *, is_dense: bool) -> LayerFormat:
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     strategy, kind = weights.get("strategy"), weights.get("type", "int")
     given = {key: weights.get(key) for key in ("num_bits", "strategy", "symmetric")}
+    rounded = _input_format(inputs)
     for name_of, wanted in _FLOATS.items() if kind == "float" else ():
-        has_tokens = bool(inputs) and all(inputs.get(key) == value for key, value in _TOKENS.items())
         is_grouped = GROUPS[name_of] in (0, weights.get("group_size"))
         is_same = given == {"num_bits": wanted["num_bits"], "strategy": wanted["strategy"], "symmetric": True}
-        if is_same and is_grouped and (has_tokens if name_of == "fp8" else not inputs):
+        if name_of == "fp8":
+            is_same = is_same or given == {"num_bits": 8, "strategy": "tensor", "symmetric": True}
+            if is_same and rounded is not None and rounded.kind == "fp8":
+                return LayerFormat(8, 0, True, "fp8", None if rounded.dynamic else rounded)
+        elif is_same and is_grouped and not inputs:
             return LayerFormat(wanted["num_bits"], GROUPS[name_of], True, name_of)
-    if kind != "int" or strategy not in ("group", "channel") or inputs or group.get("output_activations"):
+    is_known = strategy in ("group", "channel") or (strategy == "tensor" and is_dense)
+    if kind != "int" or not is_known or bool(inputs) != (rounded is not None) or group.get("output_activations"):
         raise CheckpointError(
             f"layer {name}: {kind} weights {weights} with activations {inputs or group.get('output_activations')}: "
-            "allowed: int weights of strategy group or channel, mxfp4 and nvfp4, with float activations; fp8 per row "
-            "with dynamic activations per token"
+            "allowed: int weights of strategy group or channel, mxfp4 and nvfp4, with float activations; int weights "
+            "with activations of 8 bits, int or float, and fp8 weights with fp8 activations: with constant scales of "
+            "strategy tensor, or dynamic ones of strategy token"
         )
     size = int(weights["group_size"]) if strategy == "group" else 0
-    return LayerFormat(int(weights["num_bits"]), size, bool(weights.get("symmetric", True)))
+    return LayerFormat(
+        int(weights["num_bits"]), size, bool(weights.get("symmetric", True)), inputs=rounded, is_dense=is_dense
+    )
+
+
+def _input_format(inputs: Mapping[str, Any]) -> InputFormat | None:
+    """The rounding of inputs that an entry of the config describes; None for one that is not read, or for none."""
+    scheme = inputs.get("strategy"), inputs.get("dynamic", False)
+    is_symmetric, kind = bool(inputs.get("symmetric", True)), "fp8" if inputs.get("type", "int") == "float" else "int8"
+    if inputs.get("num_bits") != 8 or scheme not in (("token", True), ("tensor", False)):
+        return None
+    if kind == "fp8":
+        return InputFormat("fp8", scheme[1]) if is_symmetric else None
+    return InputFormat("int8", scheme[1], is_symmetric)
 
 
 def _specificity(target: str, name: str) -> int | None:

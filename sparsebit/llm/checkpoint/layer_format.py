@@ -9,18 +9,25 @@ from typing import Literal
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
+from sparsebit.llm.layers.input_rounding import InputFormat
 
 WeightKind = Literal["int", "fp8", "mxfp4", "nvfp4"]
 
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """The number format of one layer. `group_size`: 0 is one scale per row. `kind`: of the numbers."""
+    """The number format of one layer. `group_size`: 0 is one scale per row. `kind`: of the numbers.
+
+    `inputs`: how inputs are rounded, if not as usual for the kind (fp8: a scale for each token; others: not at all).
+    `is_dense`: int codes are in a tensor of int8, one in a byte.
+    """
 
     bits: int
     group_size: int
     symmetric: bool
     kind: WeightKind = "int"
+    inputs: InputFormat | None = None
+    is_dense: bool = False
 
 
 def layer_parts(tensors: Mapping[str, Tensor], name: str, suffixes: Sequence[str]) -> list[Tensor]:

@@ -1,4 +1,8 @@
-"""Writes a packed model: a shard for each block, in the names and with the other tensors of the original folder."""
+"""Writes a packed model: a shard for each block, in the names and with the other tensors of the original folder.
+
+`FinishedBlock` is the result of one block, in memory and (by `to_tensors`) in the folder of a run that can continue.
+`write_packed_folder` puts all blocks together, one in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _OTHER = "other:"
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a layer from its rounding, as in `PackedLayer`."""
+    """Facts about a layer from its rounding, as in `PackedLayer`."""
 
     float_bytes: int
     error: float | None = None
@@ -79,7 +83,7 @@ class FinishedBlock:
         return cls(layers, json.loads(facts["tokens"]), others, scales, stages, measured)
 
 
-_RECORDS = (model_folders.FILE, model_folders.PERPLEXITY_FILE)  # of the files in the folder that they are in
+_RECORDS = (model_folders.FILE, model_folders.PERPLEXITY_FILE)  # they describe the source folder, not the new one
 _NOT_COPIED = (
     *(CHECKSUMS, *_RECORDS),
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json"),

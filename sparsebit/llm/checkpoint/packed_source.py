@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError
-from sparsebit.llm.checkpoint import compressed_tensors, gptq
+from sparsebit.errors import CheckpointError, DeploymentError
+from sparsebit.llm.checkpoint import auto_round, awq, compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_config
 from sparsebit.llm.layers.float_weight import Weight
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.models.architectures import is_linear
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.model_folder import Shards
@@ -51,6 +52,22 @@ class PackedSource:
         tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
+    def input_rounding(self, layer: str) -> InputRounding | None:
+        """How the inputs of the layer are rounded, if the config of the folder says so."""
+        if self.formats[layer].inputs is None:
+            return None
+        tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
+        return compressed_tensors.input_rounding(tensors, self.file_name(layer), self.formats[layer])
+
+    def need_float_inputs(self) -> None:
+        """Raise for layers that round their inputs, which a folder of packed weights alone would not do."""
+        found = next((name for name, layer in self.formats.items() if layer.inputs is not None), None)
+        if found is not None:
+            raise DeploymentError(
+                f"{self.skeleton.folder.path}: {found} rounds its inputs ({self.formats[found].inputs}); files of "
+                "weights alone would compute something else: load, eval and generate run this folder as it is"
+            )
+
     @torch.no_grad()
     def rewrite(
         self,
@@ -59,16 +76,19 @@ class PackedSource:
         layer_tensors: Callable[[str], Mapping[str, Tensor]],
         changed: Callable[[str, Tensor], Tensor] = lambda key, value: value,
         what: str = "writing files",
+        dropped: Collection[str] = (),
     ) -> None:
         """A model folder with the shards of this one: a layer is in the file where its codes were.
 
         `layer_tensors(layer)`: the new tensors of a packed layer. `changed(key, value)`: the new value of others.
+        `dropped`: tensors that the new folder does not have.
         """
+        self.need_float_inputs()
         folder = self.skeleton.folder
         target.mkdir(parents=True)
         copy_small_files(folder.path, target)
         write_config(target, config)
-        packed_keys = {key for layer in self.formats for key in self.keys(layer)}
+        packed_keys = {*dropped, *(key for layer in self.formats for key in self.keys(layer))}
         layers_of: dict[Path, list[str]] = {}
         for layer in self.formats:
             layers_of.setdefault(folder.files[self.keys(layer)[0]], []).append(layer)
@@ -103,14 +123,19 @@ def packed_source(skeleton: Skeleton) -> PackedSource:
         if method == "compressed-tensors":
             formats = {} if config is None else compressed_tensors.read_config(config, names)
             return PackedSource(skeleton, formats, compressed_tensors.suffixes, compressed_tensors.read_layer)
+        packed = [name for name in names if f"{name}.qweight" in skeleton.names]
         if method == "gptq":
-            packed = [name for name in names if f"{name}.qweight" in skeleton.names]
             formats, version = gptq.read_config(config, packed)
             read = functools.partial(gptq.read_layer, version=version)
             return PackedSource(skeleton, formats, lambda _: gptq.SUFFIXES, read)
+        if method == "awq":
+            return PackedSource(skeleton, awq.read_config(config, packed), lambda _: awq.SUFFIXES, awq.read_layer)
+        if method in auto_round.METHODS:
+            formats, suffixes, reader = auto_round.read_config(config, packed)
+            return PackedSource(skeleton, formats, lambda _: suffixes, reader)
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"the quantization_config in its config.json is not understood ({error!r})"
         raise CheckpointError(f"{skeleton.folder.path}: {problem}") from error
-    raise CheckpointError(f"quantization {method!r}: allowed: compressed-tensors, gptq")
+    raise CheckpointError(f"quantization {method!r}: allowed: compressed-tensors, gptq, awq, auto-round")

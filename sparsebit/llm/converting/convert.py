@@ -8,6 +8,7 @@ a staging folder, compared with the source by `load_check.py`, and only then ren
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.folders import flush, need_new, put_in_place, staging_folder
-from sparsebit.llm.checkpoint import compressed_tensors, gptq
+from sparsebit.llm.caching.cache_scheme import scale_names
+from sparsebit.llm.checkpoint import awq, compressed_tensors, gptq
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
@@ -28,7 +30,7 @@ from sparsebit.llm.checkpoint.packed_folder import copy_small_files, write_confi
 from sparsebit.llm.checkpoint.packed_source import PackedSource, float_layers, packed_source
 from sparsebit.llm.converting.genai_folder import builder_tensors, genai_package, run_builder, warn_of_tokens, why_not
 from sparsebit.llm.converting.load_check import LoadCheck, check_conversion, check_genai, check_gguf, need_reader
-from sparsebit.llm.converting.targets import COMPRESSED_TENSORS, GPTQ, vllm_reasons
+from sparsebit.llm.converting.targets import AWQ, COMPRESSED_TENSORS, GPTQ, vllm_reasons
 from sparsebit.llm.gguf.file import gguf_package, warn_of_growth, write_gguf
 from sparsebit.llm.gguf.tensors import EXACT, MIXES, Mix, mix_of
 from sparsebit.llm.layers.float_weight import Weight, integers
@@ -37,6 +39,8 @@ from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
 from sparsebit.llm.models.model_folder import ModelFolder, Shards
 from sparsebit.llm.models.separate_experts import experts_in
 from sparsebit.llm.models.skeleton import Skeleton, empty_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ FORMATS: dict[str, _Format] = {
     COMPRESSED_TENSORS: _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
     "gptq": _gptq(2),
     "gptq-v1": _gptq(1),
+    AWQ: _Format(awq.make_config, lambda name, packed: awq.layer_tensors(name, integers(packed))),
 }
 GGUF, GENAI = "gguf", "onnx-genai"
 _FOR_BUILDER = replace(_gptq(1), tensors=lambda name, packed: builder_tensors(name, integers(packed)))
@@ -89,7 +94,7 @@ def convert(
 ) -> ConvertedModel:
     """Write the packed model of one folder to another folder, with the same codes, in another file format.
 
-    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "onnx-genai" (a folder for ONNX Runtime GenAI) or
+    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "awq", "onnx-genai" (for ONNX Runtime GenAI) or
     "gguf"; the last is one file, and `output` ends in .gguf. `output` appears whole, after its logits were compared
     with those of `model` (`check`): by our reader, and by transformers if the package for the format is installed; for
     a GGUF file by transformers only (or, if it cannot read the file, by us with the weights that the package gguf
@@ -167,7 +172,7 @@ def _convert(
     else:
         _write(made, source, FORMATS[format])
         if check:
-            method = COMPRESSED_TENSORS if format == COMPRESSED_TENSORS else GPTQ
+            method = format if format in (COMPRESSED_TENSORS, AWQ) else GPTQ
             reasons = vllm_reasons(source.formats, _fused(skeleton), method)
             found = check_conversion(made, folder, reasons, trust_remote_code=trust_remote_code)
     put_in_place(made, target)
@@ -177,6 +182,7 @@ def _convert(
 def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | None, *, check: bool) -> None:
     """Refuse a model that the format cannot hold, or a result that could not be checked."""
     path, formats = skeleton.folder.path, source.formats.values()
+    source.need_float_inputs()
     if not source.formats and mix is None:
         raise ConfigError(
             f"{path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF file of type "
@@ -186,15 +192,17 @@ def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | Non
         need_reader({layer.bits for layer in formats})
     kinds = sorted({layer.kind for layer in formats} - {"int"})
     reason, unread = None, None
-    if check and target.startswith("gptq"):
+    if target == AWQ:
+        awq.make_config(source.formats, ())  # raises for formats that it does not have
+    if check and (target.startswith("gptq") or target == AWQ):
         unread = "layers of different number formats" if len(set(formats)) > 1 else None
         unread = "experts" if experts_in(skeleton.model) else unread
     if kinds and mix is None and target != COMPRESSED_TENSORS:
         reason = f"has {', '.join(kinds)} weights: {target} holds whole numbers only"
     elif unread is not None:
         reason = (
-            f"has {unread}, which transformers does not read in GPTQ files, so that the result cannot be checked; keep "
-            "compressed-tensors, or skip the check (--no-check)"
+            f"has {unread}, which transformers does not read in {target} files, so that the result cannot be checked; "
+            "keep compressed-tensors, or skip the check (--no-check)"
         )
     elif target == GENAI:
         columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
@@ -204,9 +212,18 @@ def _check(source: PackedSource, skeleton: Skeleton, target: str, mix: Mix | Non
 
 
 def _write(target: Path, source: PackedSource, kind: _Format) -> None:
-    config = {"quantization_config": kind.config(source.formats, float_layers(source.skeleton, source.formats))}
+    folder, dropped = source.skeleton.folder, list[str]()
+    config = kind.config(source.formats, float_layers(source.skeleton, source.formats))
+    scheme = (folder.config.get("quantization_config") or {}).get("kv_cache_scheme")
+    if scheme and "kv_cache_scheme" in config:
+        config["kv_cache_scheme"] = scheme
+    elif scheme:
+        dropped = [*scale_names(folder).values()]
+        log.warning(
+            "%s: files of %s have no scales for a cache, which is float there", target.name, config["quant_method"]
+        )
     tensors = lambda layer: kind.tensors(source.file_name(layer), source.read(layer))  # noqa: E731
-    source.rewrite(target, source.skeleton.folder.config | config, tensors)
+    source.rewrite(target, folder.config | {"quantization_config": config}, tensors, dropped=dropped)
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:

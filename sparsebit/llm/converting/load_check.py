@@ -39,8 +39,8 @@ from sparsebit.progress import phase
 
 TOLERANCE = 1e-3
 NO_CONV1D = "neither transformers nor vLLM has packed Conv1D layers"
-# Keys that transformers needs to load a format.
-_PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum")}
+# The packages that transformers needs to load a format.
+_PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
 # From this version on, codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
 _DENSE_VERSION = (0, 18)
 
@@ -89,7 +89,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
     files, for any type of the model: on our side their weights are rounded to it too.
     """
     theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
-    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = load(folder, dtype=torch.float32, kv_cache=_cache_of(folder), trust_remote_code=trust_remote_code)
     for experts in experts_in(model).values():
         _round_weights(experts)
     try:
@@ -107,7 +107,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
 @phase("checking with the layers of transformers")
 def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> LoadCheck:
     """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load."""
-    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = load(folder, dtype=torch.float32, kv_cache="float", trust_remote_code=trust_remote_code)
     ours = model(tokens, use_cache=False).logits
     plain = transformers_module().AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
@@ -131,8 +131,8 @@ def check_conversion(
     folder: Path, source: Path, vllm: tuple[str, ...], *, trust_remote_code: bool = False
 ) -> LoadCheck:
     """Compare a converted folder with the one it was made from, on arbitrary tokens; by transformers too, if it can."""
-    tokens, expected = _arbitrary(source, trust_remote_code)
-    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    tokens, expected = _arbitrary(source, trust_remote_code, _cache_of(folder))
+    model = load(folder, dtype=torch.float32, kv_cache=_cache_of(folder), trust_remote_code=trust_remote_code)
     readers = {"sparsebit": relative_difference(model(tokens, use_cache=False).logits, expected)}
     method = str(ModelFolder(folder).config["quantization_config"]["quant_method"])
     if all(find_spec(name) is not None for name in _PACKAGES[method]):
@@ -156,7 +156,7 @@ def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_rem
     comparison. For architectures that transformers does not read from GGUF files, the weights read by the package gguf
     are put into the model.
     """
-    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = load(source, dtype=torch.float32, kv_cache="float", trust_remote_code=trust_remote_code)
     tokens = arbitrary_tokens(model)[:, : text_length(model.config)]
     expected = model(tokens, use_cache=False).logits
     from_source = weight_error = None
@@ -189,7 +189,7 @@ def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_rem
 @phase("checking with ONNX Runtime GenAI")
 def check_genai(folder: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
     """Run the folder with ONNX Runtime GenAI, and compare its logits with those of the folder it was made from."""
-    tokens, expected = _arbitrary(source, trust_remote_code)
+    tokens, expected = _arbitrary(source, trust_remote_code, "float")
     difference = relative_difference(genai_logits(folder, tokens), expected)
     _need_converted("onnxruntime-genai", difference, source)
     return LoadCheck(difference, (), "onnxruntime-genai")
@@ -212,9 +212,14 @@ def _put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> float:
     return float((changed / total) ** 0.5)
 
 
-def _arbitrary(source: Path, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
+def _cache_of(folder: Path) -> str:
+    """The cache with which transformers computes the logits of a folder: int4 is only ours."""
+    return "folder" if _quantization(folder).get("kv_cache_scheme") else "float"
+
+
+def _arbitrary(source: Path, trust_remote_code: bool, kv_cache: str) -> tuple[Tensor, Tensor]:
     """Arbitrary tokens, and the logits of the packed model for them."""
-    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = load(source, dtype=torch.float32, kv_cache=kv_cache, trust_remote_code=trust_remote_code)
     tokens = arbitrary_tokens(model)
     return tokens, model(tokens, use_cache=False).logits
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.caching.cache_kinds import CACHE_KINDS, CacheKind
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.converting.genai_folder import need_architecture
 from sparsebit.llm.gguf.file import need_writable
@@ -25,7 +26,7 @@ class Target:
     """The number formats of a runtime. `zero_points`: the bits with zero points. `groups`: the first is usual.
 
     `stores`: the same as text. `format`: of `convert`, for the file that the runtime reads; None, if it reads the
-    folder of `quantize`.
+    folder of `quantize`. `caches`: the kinds of caches, besides float.
     """
 
     bits: tuple[int, ...]
@@ -34,6 +35,7 @@ class Target:
     floats: tuple[FloatKind, ...]
     stores: str
     format: str | None = None
+    caches: tuple[CacheKind, ...] = ()
 
 
 TARGETS: Mapping[str, Target] = {
@@ -43,8 +45,11 @@ TARGETS: Mapping[str, Target] = {
     "vllm": Target(
         *((4, 8), (4,), (128, 64, 32, 0), FLOAT_KINDS),
         "4 bits, or 8 without zero points, in groups of 128, 64, 32 or a row (0), and fp8, mxfp4, nvfp4",
+        caches=("fp8",),
     ),
-    "transformers": Target(BITS, BITS, (), FLOAT_KINDS, "2, 3, 4 or 8 bits, and fp8, mxfp4, nvfp4"),
+    "transformers": Target(
+        *(BITS, BITS, (), FLOAT_KINDS), "2, 3, 4 or 8 bits, and fp8, mxfp4, nvfp4", caches=CACHE_KINDS
+    ),
     "genai": Target(
         *((2, 4, 8), (2, 4, 8), (128, 64, 32, 16, 256, 512, 1024), ()),
         *("2, 4 or 8 bits in groups of a power of two from 16 on", "onnx-genai"),
@@ -81,6 +86,12 @@ def recipe_for(target: str, **given: Any) -> Recipe:
         conflict = f"group_size={group_size}", "leave it out (--group-size)"
     if conflict is not None:
         raise ConfigError(f"{conflict[0]} for {target}: it stores {row.stores}; {conflict[1]}")
+    kind = given.get("kv_cache", "float")
+    if kind not in ("float", *row.caches):
+        allowed = " or ".join(("float", *row.caches))
+        raise ConfigError(f"kv_cache={kind!r} for {target}: it reads the scales of a cache of kind: {allowed}")
+    if target == "vllm" and kind == "fp8":  # scales of heads are read by one of its attention kernels only
+        given = {"kv_scales": "layer", **given}
     if method in FLOAT_KINDS:
         return Recipe(**given)
     chosen = {"group_size": row.groups[0]} if row.groups else {}
@@ -95,9 +106,13 @@ def need_model(target: str, folder: Path, *, trust_remote_code: bool = False) ->
         need_writable(folder, config) if file_format == "gguf" else need_architecture(config)
 
 
-COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "gptq"
+COMPRESSED_TENSORS, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
 # Bits, and whether without zero points.
-_INTEGERS = {COMPRESSED_TENSORS: ((4, True), (4, False), (8, True)), GPTQ: ((4, True), (8, True))}
+_INTEGERS = {
+    COMPRESSED_TENSORS: ((4, True), (4, False), (8, True)),
+    GPTQ: ((4, True), (8, True)),
+    AWQ: ((4, True), (4, False)),
+}
 _GROUPS = (0, 32, 64, 128)
 
 
@@ -117,6 +132,15 @@ def vllm_reasons(
     groups = [group for group in fused if any(name in integers for name in group)]
     mixed = [group for group in groups if len({integers.get(name) for name in group}) > 1]
     return (*reasons, *(f"{', '.join(group)} are one matrix there and need one number format" for group in mixed))
+
+
+def cache_reasons(kind: str) -> tuple[str, ...]:
+    """Why vLLM would not compute with a cache of this kind."""
+    why = {
+        "int8": "a cache of int8: it would round keys and values to fp8 with these scales",
+        "int4": "a cache of 4 bits: it would keep keys and values in float",
+    }
+    return (why[kind],) if kind in why else ()
 
 
 def _said(bits: int, symmetric: bool) -> str:

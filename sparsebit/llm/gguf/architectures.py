@@ -1,4 +1,10 @@
-"""The architectures of GGUF files, a row each, and their rotary embeddings: the settings that llama.cpp computes."""
+"""The architectures of GGUF files, a row each, and their rotary embeddings.
+
+llama.cpp computes each architecture with some settings fixed in its code and others read from the file. A row says
+which are which. A model whose settings differ from the fixed ones is an error (`gguf_architecture`), because llama.cpp
+would compute something else without a warning. `unnamed_settings` are those that llama.cpp reads and transformers does
+not; the check by transformers must be given them.
+"""
 
 from __future__ import annotations
 

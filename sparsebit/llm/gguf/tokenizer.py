@@ -1,4 +1,9 @@
-"""The tokenizer of a model folder in a GGUF file: byte-level BPE (Llama 3, Qwen, GPT-2), or sentencepiece (Llama 2)."""
+"""The tokenizer of a model folder in a GGUF file: byte-level BPE (Llama 3, Qwen, GPT-2), or sentencepiece (Llama 2).
+
+llama.cpp knows a fixed list of ways to split text (`_PATTERNS`, `_pre`); a tokenizer that splits in another way is an
+error, because the model would get other tokens without a warning. Differences that only concern spaces around special
+tokens cause a warning.
+"""
 
 from __future__ import annotations
 

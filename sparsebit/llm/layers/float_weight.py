@@ -183,12 +183,12 @@ class FloatLinear(nn.Module):
     scales: Tensor
     divisor: Tensor | None
 
-    def __init__(self, weight: FloatWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: FloatWeight, bias: Tensor | None = None, *, rounds_inputs: bool = True) -> None:
         super().__init__()
         self.kind: FloatKind = weight.kind
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.bits, self.group_size = weight.bits, weight.group_size
-        self.rounds_inputs = weight.kind == "fp8"
+        self.rounds_inputs = weight.kind == "fp8" and rounds_inputs
         self.register_buffer("qweight", weight.qweight)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("divisor", weight.divisor)
@@ -198,7 +198,7 @@ class FloatLinear(nn.Module):
     def _choose(self) -> None:
         """Choose how the layer is multiplied on its current device."""
         inputs = ", inputs rounded per token" if self.rounds_inputs else ""
-        is_scaled = _takes_scaled_product(self.packed)
+        is_scaled = self.rounds_inputs and _takes_scaled_product(self.packed)
         self.path = SCALED_PRODUCT if is_scaled else "unpacked"
         self.path_reason = "" if is_scaled else f"{self.kind}: unpacked in blocks{inputs}"
 

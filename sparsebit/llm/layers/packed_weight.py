@@ -1,6 +1,8 @@
 """`PackedWeight`: the weight of one linear layer as packed codes, scales and zero points; `(code - zero) * scale`.
 
-Its products in plain torch: blocks of its rows are unpacked while they are multiplied.
+It is the common form of all file formats and of all rounding methods. `packed_linear` multiplies it in plain torch:
+blocks of its rows are unpacked while they are multiplied, so the dense weight is never in memory as a whole.
+`definition` is the reference to which faster kernels (`kernel_layouts.py`) are compared.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def scale_readers(block: nn.Module, stage: Sequence[str], scale: Tensor) -> None
 
 @torch.no_grad()
 def find_fold(block: nn.Module, stage: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Fold | None:
-    """The module that takes the scale of the input of `stage`; None if nowhere exact. `run`: the output of a block."""
+    """The module that takes the scale of the input of `stage` exactly; None without one. `run`: a block's output."""
     seen = _Seen(block, stage[0], run)
     # Norms, with weights or `1 + weight`, then the layers, the last one first.
     candidates = [(name, offset) for name in seen.norms for offset in (0.0, 1.0)]

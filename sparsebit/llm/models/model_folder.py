@@ -115,6 +115,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def add_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write one more file with these tensors into a folder that `Shards` has finished."""
+    save_tensors(dict(tensors), folder / name, {"format": "pt"})
+    flush(folder / name)
+    index = _read_json(folder / _INDEX)
+    index["weight_map"] |= dict.fromkeys(tensors, name)
+    index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    write_text(folder / _INDEX, json.dumps(index, indent=2) + "\n")
+
+
 class Shards:
     """`count` files in `folder`; after the last one, `finish` writes the index."""
 

@@ -115,12 +115,16 @@ class QuantizationRun:
         return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
 
     def block(self, number: int, folder: RunFolder, *, is_run: bool) -> None:
-        """Quantize or read the next block, and compute the next input. `is_run`: a block from here on is unfinished."""
+        """Quantize or read the next block, and compute the input of the one after it.
+
+        `is_run`: this block or a later one is unfinished, so the calibration text must pass through it.
+        """
         is_walked = is_run and self.recipe.needs_text
         if number == 0 and is_walked:
             self.walk.start()
         original = self.skeleton.fill(self.paths[number])
         _need_finite(original, self.paths[number])
+        # A finished block is only used again if it was made from the same float weights.
         source = digest(dict(original.named_parameters()))
         finished = self.rank.from_first(lambda: _read(folder, number, source))
         stages = self._stages(original) if finished is None else finished.stages

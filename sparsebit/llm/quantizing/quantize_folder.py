@@ -28,7 +28,7 @@ from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import write_packed_folder
 from sparsebit.llm.checkpoint.packed_source import float_layers
 from sparsebit.llm.converting.load_check import LoadCheck, check_loading, check_transposed, need_reader
-from sparsebit.llm.converting.targets import vllm_reasons
+from sparsebit.llm.converting.targets import cache_reasons, vllm_reasons
 from sparsebit.llm.models.architectures import (
     architecture_of,
     block_linears,
@@ -47,6 +47,7 @@ from sparsebit.llm.models.skeleton import Skeleton, check_weights
 from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
+from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
@@ -207,6 +208,7 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
     if job.check and not skeleton.transposed and not reads_unpacked(recipe):  # transformers will load them packed
         need_loadable_layers(skeleton.model, layers)
     _check_experts(skeleton, recipe)
+    need_cache(skeleton, recipe)
     # A run that continues has scanned the weights before.
     rank.from_first(lambda: check_weights(skeleton, scan=not has_begun(partial)))
     if recipe.rotate:
@@ -226,6 +228,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         made = staging / target.name
         block_of = functools.partial(run.finished, folder=folder)
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
+        write_cache(made, run.recipe, run.tokens, run.batch_size, device=skeleton.device, trust_remote_code=trust)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -236,7 +239,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         if job.check and skeleton.transposed:
             found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
         elif job.check:
-            found = check_loading(made, text, vllm_reasons(run.formats, run.fused), trust_remote_code=trust)
+            reasons = (*vllm_reasons(run.formats, run.fused), *cache_reasons(run.recipe.kv_cache))
+            found = check_loading(made, text, reasons, trust_remote_code=trust)
         put_in_place(made, target)
     folder.remove()
     if job.recipe.rotate:
@@ -271,6 +275,8 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
     if calibration is None and recipe.needs_text:
         given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}"
         raise ConfigError(f"{given} needs calibration text: give some, or method 'rtn' without a scale search")
+    if calibration is None and recipe.calibrates_cache:
+        raise ConfigError(f"kv_cache={recipe.kv_cache!r} needs calibration text for its scales: give some, or use int4")
     if calibration is None:
         size = int(folder.config.get("vocab_size", 32))
         return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})

@@ -102,6 +102,7 @@ class _Rotation:
         changed = copy.deepcopy(block)
         folds = {stage: find_fold(block, stage, self.walk.run_first) for stage in stages}
         norms: dict[Any, Any] = {stage: changed.get_submodule(one.source) for stage, one in folds.items() if one}
+        # What a stage can be scaled in may also be a linear layer before it (its weight has two dimensions).
         norms = {stage: one for stage, one in norms.items() if one.weight.ndim == 1}
         hidden, modules = self.walk.present("changed", 0), linears(changed)
         for stage, fold in folds.items():
@@ -109,6 +110,8 @@ class _Rotation:
                 if stage in norms and fold is not None:
                     gain = norms[stage].weight + fold.offset
                     layer.weight.data = rotate_blocks(layer.weight * gain, self.size)
+                # A layer as wide as the hidden states is taken to write them; `_prove` refuses a block where that is
+                # wrong.
                 elif layer.out_features == hidden.shape[-1]:
                     layer.weight.data = rotate_blocks(layer.weight.T, self.size).T.contiguous()
                     if layer.bias is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.kernels.token_attention import compiles_on
+from sparsebit.llm.caching.cache_scheme import cache_codes, scale_names
+from sparsebit.llm.caching.packed_cache import LayerCodes, need_packable, use_packed_cache
 from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source
 from sparsebit.llm.layers.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight
@@ -41,6 +44,7 @@ def load(
     device: torch.device | str = "cpu",
     activations: str = "float32",
     join_layers: bool | None = None,
+    kv_cache: str = "folder",
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model of `folder`, ready to run, with its quantized layers packed.
@@ -59,13 +63,19 @@ def load(
     token of a Llama-8B-shaped model took 8 % less time. There a known architecture also gets our attention for steps of
     one token with a mask (`token_attention`); `model.set_attn_implementation("sdpa")` undoes that.
 
+    `kv_cache`: how keys and values are kept: "folder", as the config of the folder says; "float"; "int8" and "fp8",
+    with the calibrated scales of the folder; "int4". Every forward outside of training then computes with the packed
+    keys and values, also without a cache of the caller.
+
     Files that differ from the `checksums.json` of their folder, which `quantize` and `convert` write, are an error.
     """
     rounding = as_activations(activations)
     skeleton = checked_skeleton(folder, dtype, device, trust_remote_code=trust_remote_code)
     files, device, dtype = skeleton.folder, skeleton.device, skeleton.dtype
     source = packed_source(skeleton)
-    skeleton.check_unused([key for name in source.formats for key in source.keys(name)])
+    codes = cache_codes(skeleton, kv_cache)
+    packed = [key for name in source.formats for key in source.keys(name)]
+    skeleton.check_unused([*packed, *scale_names(files).values()])
     for name in source.formats:
         layer = read_layer(source, name, skeleton.model.get_submodule(name)).to(device)
         if isinstance(layer, QuantLinear):
@@ -81,12 +91,21 @@ def load(
     num_joined = join_parallel_layers(skeleton.model) if joins else 0
     if compiles_on(device):
         use_token_attention(skeleton.model)
+    pack_cache(skeleton.model, codes)
     if source.formats:
         skeleton.model.save_pretrained = _refuse_to_save
     _log_kernels(skeleton.model, rounding)
     if num_joined:
         log.info("%d groups of layers that read one input share a product", num_joined)
     return skeleton.model
+
+
+def pack_cache(model: Any, codes: Mapping[int, LayerCodes]) -> None:
+    """Let the model use a packed cache, if there are codes for it."""
+    if codes:
+        need_packable(model, codes)
+        use_packed_cache(model, codes)
+        log.info("keys and values of %d layers are kept as %s", len(codes), next(iter(codes.values())).keys.kind)
 
 
 def checked_skeleton(
@@ -108,7 +127,14 @@ def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | Flo
         shapes = f"the packed weight of {name} has the shape {found}, and the architecture wants {wanted}"
         raise CheckpointError(f"{source.skeleton.folder.path}: {shapes}")
     bias = None if plain.bias is None else source.skeleton.read(f"{name}.bias", plain.bias)
-    return FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
+    rounding = source.input_rounding(name)
+    if isinstance(weight, FloatWeight):
+        layer: QuantLinear | FloatLinear = FloatLinear(weight, bias, rounds_inputs=rounding is None)
+    else:
+        layer = QuantLinear(weight, bias)
+    if rounding is not None:
+        layer.register_forward_pre_hook(rounding)
+    return layer
 
 
 def load_generation_config(model: Any, folder: Path) -> None:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.caching.cache_scheme import cache_codes
 from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
 from sparsebit.llm.models.skeleton import Skeleton, own_tensors, restore_buffers, set_tensor
-from sparsebit.llm.running.loading import checked_skeleton, load_generation_config, read_layer
+from sparsebit.llm.running.loading import checked_skeleton, load_generation_config, pack_cache, read_layer
 
 
 @dataclass
@@ -39,16 +40,17 @@ def load_streamed(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    kv_cache: str = "folder",
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model of `folder`, packed or float, of which two blocks at a time are in memory.
 
-    It computes the logits of `load`, and `generate` works; it is for inference only. `dtype`: as for `load`.
-    `stream_usage(model)` returns the blocks and bytes read.
+    It computes the logits of `load`, and `generate` works; it is for inference only. `dtype` and `kv_cache` are
+    as for `load`. `stream_usage(model)` returns the blocks and bytes read.
     """
     skeleton = checked_skeleton(folder, dtype, device, trust_remote_code=trust_remote_code)
     path = architecture_of(skeleton.model).blocks
-    source = packed_source(skeleton)
+    source, codes = packed_source(skeleton), cache_codes(skeleton, kv_cache)
     outside = [name for name in source.formats if not name.startswith(f"{path}.")]
     if outside:
         raise ConfigError(f"{outside[0]} is packed and in no block: this model cannot be streamed; load it whole")
@@ -58,6 +60,7 @@ def load_streamed(
         restore_buffers(skeleton.model, part, skeleton.device)
     load_generation_config(skeleton.model, skeleton.folder.path)
     skeleton.model.requires_grad_(False)
+    pack_cache(skeleton.model, codes)
     skeleton.model._sparsebit_stream = _Stream(skeleton, source, path)
     return skeleton.model
 

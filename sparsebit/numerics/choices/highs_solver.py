@@ -21,7 +21,7 @@ from sparsebit.errors import BudgetError, MissingExtraError
 
 Row = tuple[dict[int, float], float, float]  # coefficients by variable, lowest and highest sum
 Numbers = Sequence[float]
-# The solver's tolerances are absolute (1e-6): the cost of the best choice is scaled to this magnitude.
+# The best choice's cost is scaled to this magnitude, because the solver's tolerances are absolute (1e-6).
 _MAGNITUDE = 1000.0
 
 
@@ -49,7 +49,7 @@ class Solver:
     def __init__(self, program: Program, objective: Numbers, limits: Numbers, time_limit: float) -> None:
         try:
             from scipy import optimize, sparse
-        except Exception:  # a broken package raises anything
+        except Exception:  # a broken installation may raise any error
             raise MissingExtraError("scipy", "search", "choosing under budgets") from None
         self.optimize, self.sparse = optimize, sparse
         self.program, self.objective = program, objective
@@ -69,13 +69,13 @@ class Solver:
         given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
         if bounded:
             given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
-        # No upper end of 1, which the rows imply already: it could absorb an option's reduced cost.
+        # Without an upper bound of 1, which the rows imply anyway: a part of the reduced cost could move to that bound.
         ends = [(0.0, 0.0 if place in self.program.barred else None) for place in range(self.program.num_variables)]
         costs = [value * scale for value in self.objective]
         found = self._run(self.optimize.linprog, costs, bounds=ends, method="highs", **given)
         if found is None:
             return None
-        # A variable that is 0 has its reduced cost at its lower end; one that is not 0 may not be left out.
+        # The reduced cost of a variable that is 0 is the marginal of its lower bound. Of others it is 0: they are kept.
         reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
         return float(found.fun) / scale, reduced
 

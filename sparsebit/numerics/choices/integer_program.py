@@ -8,6 +8,9 @@
 This is the multiple-choice knapsack problem (Kellerer, Pferschy, Pisinger: Knapsack Problems, chapter 11), with several
 budgets. Costs of two items together (`pair_costs`) are linear in one variable `z[k][l]` per pair of options, whose
 sums over k and over l are the items' own variables. The solver is HiGHS, in scipy (`highs_solver`).
+
+The program with fractions is solved first. Its reduced costs (`reduced_costs.py`) bound what an option costs at least,
+so most options can be excluded once a good choice is known, and a small integer program remains (`_Program._solved`).
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from sparsebit.numerics.choices.reduced_costs import option_bounds
 
 Pair = tuple[str, str]
 Costs = Mapping[str, Sequence[float]]  # of each option of each item
-# Options beyond one per item that the integer program is tried with first.
+# The integer program is first tried with so many options more than one per item.
 _CORE = 64
-# How near to the best of these the first choice must be: it only serves to exclude options.
+# The gap of these first solutions: they only serve to exclude options.
 _CORE_GAP = 2e-5
 # A budget counts as kept if only the rounding errors of a sum exceed it.
 _ROUNDING = 1e-9
@@ -164,7 +167,7 @@ class _Program:
             over = [b.spent(options) > b.limit + _ROUNDING * abs(b.limit) for b in self.budgets]
             if not any(over):
                 return options, bound
-            # The solver's tolerance let a budget be exceeded by a trace.
+            # Within the solver's tolerance a budget is exceeded slightly: try again with a slightly smaller limit.
             limits = [b - 2e-6 * abs(b) if is_over else b for b, is_over in zip(limits, over, strict=True)]
         return None
 
@@ -236,7 +239,7 @@ def _merged(costs: Costs, ties: Iterable[Iterable[str]]) -> dict[str, str]:
 
 
 def _check(costs: Costs, budgets: Sequence[Budget], groups: Mapping[str, str]) -> None:
-    """Raise for numbers that no choice can be made by."""
+    """Raise for costs and limits that are not usable numbers, or do not fit the options."""
     for item, row in costs.items():
         assert len(row) == len(costs[groups[item]]), f"{item} is tied to {groups[item]}, which has other options"
         if any(math.isnan(cost) or cost == -math.inf for cost in row) or all(map(math.isinf, row)):

@@ -58,7 +58,7 @@ def _tree(root: str, edges: Mapping[str, list[_Edge]], seen: set[str]) -> _Tree:
     """The groups that pairs join to `root`, parents first."""
     order: _Tree = [(root, None)]
     seen.add(root)
-    for group, _ in order:  # grows
+    for group, _ in order:  # the list grows while it is read
         for edge in edges[group]:
             if edge.other not in seen:
                 seen.add(edge.other)

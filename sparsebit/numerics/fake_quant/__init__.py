@@ -1,1 +1,1 @@
-"""The operator torch.ops.sparsebit.fake_quantize: its gradients, its devices, its algebra."""
+"""The operator `torch.ops.sparsebit.fake_quantize`: definition, gradients, kernels by device, decomposed form."""

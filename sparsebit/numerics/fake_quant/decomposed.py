@@ -92,7 +92,7 @@ def _on_grid(
 
 
 def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int, factor: Tensor) -> Tensor:
-    """The terms of each parameter, added up and multiplied with `factor`, which has the parameters' shape."""
+    """The sum of each parameter's terms, times `factor`, which has the parameters' shape."""
     if param.numel() == 1:
         # The factor comes first, so that nothing remains to be done after the last sum (`sums.JoinSums`).
         return (_first_sums(terms) * factor.reshape(())).sum().reshape(param.shape)
@@ -101,10 +101,10 @@ def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_siz
 
 
 def _first_sums(terms: Tensor) -> Tensor:
-    """A vector of the first of two sums; it has the form of the norm's before it, so that a compiler makes one pass.
+    """The first of two sums, as a vector, over the same dimensions as the backward of the norm before it.
 
-    A batch norm's backward sums over all but the channels, a layer norm's over the last dimension. Otherwise it follows
-    the order of memory: a compiler that walks a tensor in another order is many times slower.
+    A compiler then makes one pass for both: a batch norm's backward sums over all but the channels, a layer norm's over
+    the last dimension. Otherwise it follows the order of memory, as any other order is many times slower.
     """
     if terms.ndim == 4 and terms.stride(1) == 1 and terms.shape[1] > 1:
         return terms.sum((0, 2, 3))

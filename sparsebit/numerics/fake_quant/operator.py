@@ -4,7 +4,11 @@
 derivative is an operator too, so that a device's backward kernel survives compilation. Only inductor looks inside
 (`decomposed`): fused with its neighbours, fake-quant costs next to nothing.
 
-It is registered on the Autograd key by hand: `torch.library.register_autograd` does the same at twice the cost.
+Three ways lead to the same kernels. `fake_quantize` calls the kernels directly if nothing has to see the operator,
+because torch's dispatcher costs as much as a small tensor's arithmetic. Under a mode, compiler or tracer it calls the
+operator, so that these see one node. Under `torch.func` the derivative is expressed as a mask, so that any order
+and direction of derivatives works. It is registered on the Autograd key by hand, because
+`torch.library.register_autograd` does the same at twice the cost.
 
 Every function here takes `x, scale, zero_point, *rest`, with the schema's other arguments in `rest`: axis, group_size,
 qmin, qmax, gradient, tag. The backward's are axis, group_size, qmin, qmax, gradient, needs_x, needs_scale,
@@ -227,7 +231,7 @@ _gradients_once = once_differentiable(_gradients)
 
 
 def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """For second derivatives: the gradient of `x` is a constant mask times the gradient."""
+    """Gradients that can be differentiated again: that of `x` is a constant mask times the incoming gradient."""
     if any(ctx.needs_input_grad[1:3]):
         return _gradients_once(ctx, grad)
     x, scale, zero_point = ctx.saved_tensors
@@ -239,7 +243,7 @@ def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return torch.where(mask > 0, grad, 0.0), None, None, None
 
 
-# `Function.apply` runs Python code for functorch first, whose transforms never reach this point.
+# The C function behind `Function.apply`, which first runs Python code for functorch; its transforms never get here.
 _record: Callable[..., Tensor] = super(torch.autograd.Function, _FakeQuantize).apply
 _record_intercepted: Callable[..., Tensor] = _InterceptedFakeQuantize.apply
 
@@ -257,7 +261,7 @@ def below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> 
 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
-    """Whether autograd must record the call; also checks what the schema cannot express, once for all ways."""
+    """Whether autograd must record the call. Also raises for arguments that the operator's schema cannot exclude."""
     if gradient not in GRADIENTS or not x.is_floating_point():
         raise SpecError(
             f"{tag or 'fake_quantize'}: a tensor of {x.dtype}, gradient={gradient!r}: allowed: floating-point tensors, "

@@ -54,7 +54,7 @@ class InverseFactor:
         self._only_rounds = False
 
     def only_rounds(self, dtype: torch.dtype) -> None:
-        """Promise that from here on only `round` is called, with weights of this type, which needs less precision."""
+        """Declare that from here on only `round` is called, with weights of this type: less precision is enough."""
         self.U, self._only_rounds = _shares_(self.U).to(dtype), True
 
     def solved(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding, factor: Inver
     if lines.rows_share_scales():
         is_worse = (loss.sum() > nearest_loss.sum()).expand_as(loss)
     codes = chosen.codes(steps)
-    if bool(is_worse.any()):  # rounded to nearest again: keeping that would need memory that large layers lack
+    if bool(is_worse.any()):  # computed a second time: keeping the nearest steps would cost memory in large layers
         codes = torch.where(is_worse[:, None], lines.codes(_nearest(wanted, lines)), codes)
     scale, zero_point = chosen.grid.scale.clone(), chosen.grid.zero_point.clone()
     back = lines.index.mT[is_worse].flatten()
@@ -150,7 +150,7 @@ def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tens
 
 
 def _shares_(U: Tensor) -> Tensor:
-    """The shares of each column's error that later columns absorb, in the memory of `U`; idempotent."""
+    """The share of each column's error that later columns absorb, `U_j,: / U_jj`, in place of `U`; idempotent."""
     return U.div_(U.diagonal(dim1=-2, dim2=-1)[..., None].clone())
 
 
@@ -194,7 +194,7 @@ def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *others: Tensor) 
     *own_spread, gradient, better, moves = others
     spread = Spread.of(spec, own_spread)
     bend = H.diagonal(dim1=-2, dim2=-1)[..., None] * spread.scale
-    bend.masked_fill_(bend <= 0, torch.inf)  # no gradient there
+    bend.masked_fill_(bend <= 0, torch.inf)  # a column with a zero input does not move
     parts = (part.unbind(1) for part in (steps, gradient, bend, better, moves))
     for number, (taken, pull, own_bend, best, move, own) in enumerate(zip(*parts, spread.by_column(), strict=True)):
         own.round_(torch.addcdiv(taken, pull, own_bend, value=-1, out=best))

@@ -34,8 +34,8 @@ def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float, share: fl
 def chosen_damping(W: Tensor, halves: Halves) -> float | None:
     """The damping for which `target_weight` is best on held-out data; None: `W` itself is best.
 
-    A fit to one is judged by the other. With few
-    rows for each column, or with differing samples, a fit to all of them would follow their noise.
+    A fit to one half of the data is judged on the other. With few rows for each column, or with differing samples, a
+    fit to all data would follow its noise.
     """
     errors = dict.fromkeys((None, 0.01, 0.1, 1.0), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):
@@ -50,9 +50,9 @@ def chosen_rounding(
 ) -> Rounding:
     """The rounding, with its damping or a larger one, whichever is best on held-out data.
 
-    `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves
-    errors to directions in which the data has hardly any input. With few rows for each column there are many such
-    directions, and other data has inputs there: damping moves the result towards rounding to nearest.
+    `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves errors into directions in which the
+    data has hardly any input. With few rows for each column there are many such directions, and other data has inputs
+    there. Damping moves the result towards rounding to nearest.
     """
     errors = dict.fromkeys((rounding.damping, *(d for d in (0.1, 1.0, 10.0) if d > rounding.damping)), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):

@@ -2,6 +2,9 @@
 
 The squared error of a linear layer's output is quadratic in its weight, with the Hessian `2 H`, `H = X^T X / n`: one
 matrix for all rows of the weight, one per group of a grouped convolution. Shapes: `(groups, columns, columns)`.
+
+A layer of 14336 columns has 1.6 GB of moments in float64, so the functions whose names end in `_` work in the memory
+of their argument, and in blocks.
 """
 
 from __future__ import annotations
@@ -151,7 +154,7 @@ def inverse_factor(hessian: Tensor, damping: float = 0.01, order: Tensor | None 
     """
     if not bool(torch.isfinite(hessian).all()):
         raise CalibrationError("the second moments of a layer's input are not finite; an input has NaN or infinity")
-    # H = A A^T with A upper triangular, and U = A^-1: one factorization, instead of one of H and one of its inverse.
+    # H = A A^T with A upper triangular, so U = A^-1. That is one factorization; GPTQ's paper factors H and its inverse.
     used = damping
     factor, failed = _factored_(_damp_(_ordered(hessian, order), used))
     for _ in range(_NUM_ATTEMPTS):
@@ -175,7 +178,7 @@ def _factored_(matrix: Tensor) -> tuple[Tensor, Tensor]:
     failed = torch.zeros(len(matrix), dtype=torch.bool, device=matrix.device)
     for start in reversed(range(0, size, _FACTOR_BLOCK)):
         stop = min(start + _FACTOR_BLOCK, size)
-        # With the order of the columns reversed a lower triangular factor becomes an upper one.
+        # Reversing rows and columns turns the lower triangular factor of `cholesky_ex` into an upper triangular one.
         own, info = torch.linalg.cholesky_ex(matrix[:, start:stop, start:stop].flip(-2, -1))
         own = own.flip(-2, -1)
         failed |= info != 0

@@ -1,6 +1,7 @@
 """A linear layer or convolution as a matrix product: its weight as `(groups, rows, columns)`, its input as patches.
 
-Methods that need second moments of a layer's input (GPTQ, SparseGPT) treat every layer in this one form:
+Methods that need second moments of a layer's input (GPTQ, SparseGPT) treat every layer, grouped and transposed
+convolutions included, in this one form:
 `output[group, position, row] = sum over columns of patches[group, position, column] * weight[group, row, column]`.
 """
 

@@ -100,7 +100,7 @@ class LearnedCodes:
 STRETCHED_TO, STRETCHED_FROM = 1.1, -0.1
 # The smallest initial distance of a weight from halfway.
 _MARGIN = 0.05
-# The share by which a weight starts at its present code, if that is not the nearest.
+# The initial share of a weight's present code, if that is not the nearest one.
 _AT_CODE = 0.9
 # The largest initial distance of a latent weight from its present code.
 _NEAR_HALF = 0.49

@@ -75,7 +75,7 @@ def sparse_gpt_scores(
         own, factor = rest[..., start:stop].clone(), U[:, start:stop, start:stop]
         diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None]
         errors = torch.zeros_like(own)
-        gone = torch.zeros(own.shape, dtype=torch.bool, device=own.device)  # one piece of memory, whatever `own` is
+        gone = torch.zeros(own.shape, dtype=torch.bool, device=own.device)  # contiguous, unlike `own`: for `view`
         if pattern is None:
             found = own.square() / diagonal.square()
             scores[..., start:stop] = found

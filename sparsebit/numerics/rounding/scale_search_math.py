@@ -13,8 +13,8 @@ from sparsebit.numerics.weight_grid import Grid, Spread, shared_columns
 
 CodesOf = Callable[[Grid], Tensor] | None
 ScaleSearch = Literal["none", "nearest", "gptq"]
-# Elements that are processed at a time. A CPU is fastest if they fit its cache (1 MiB of float32 each for the
-# weight, the error and the product), a GPU if kernels are large.
+# Elements that are processed at a time. A CPU is fastest if they fit its cache (1 MiB of float32 each for weight, error
+# and product), a GPU with large kernels.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 18, 1 << 26
 
 

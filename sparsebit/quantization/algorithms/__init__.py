@@ -1,1 +1,1 @@
-"""Algorithms that improve a calibrated model, one per file."""
+"""Algorithms that improve a calibrated model, one per file; `registration.py` makes them entries of configs."""

@@ -1,4 +1,8 @@
-"""Helpers for algorithms that change one layer at a time: the layer's input, the owners of its weight, its codes."""
+"""Helpers for algorithms that change one layer at a time: the layer's input, the owners of its weight, its codes.
+
+Only a weight that one layer owns, and whose quantizer rounds by the package's operator to a stored grid, can be changed
+(`why_weight_stays`). `store_codes` is the one way in which an algorithm writes its result.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def num_owners(model: nn.Module) -> dict[int, int]:
     for module in model.modules():
         owners.update(id(parameter) for parameter in module._parameters.values())
     for node in model.graph.find_nodes(op="get_attr") if isinstance(model, fx.GraphModule) else ():
-        # The path is that in the user's model: a wrapped layer lists its parameters under it too.
+        # Looked up by attribute: a wrapped layer still has its parameters under the path that the user's model has.
         owners[id(operator.attrgetter(str(node.target))(model))] += 1
     return owners
 
@@ -72,14 +76,14 @@ def has_own_grid(quantizer: Quantizer) -> bool:
 
 
 def smallest_scale(layer: WeightedQuantOpr) -> Tensor | None:
-    """The smallest scale with which the layer's bias fits into int32, with twice the room, as the bias may change."""
+    """Twice the smallest weight scale for which the bias fits into int32: the algorithm may change the bias, too."""
     bias, roundings = layer.stored_bias(), [rounding for rounding, _ in layer.arithmetics if rounding is not None]
     found = [] if bias is None else [2 * rounding.smallest_scale(bias) for rounding in roundings]
     return functools.reduce(torch.maximum, found) if found else None
 
 
 def weights_outside(model: nn.Module) -> list[str]:
-    """The sites of calibrated weights that no visit sees: untraced code calls their layers."""
+    """The sites of calibrated weights whose layers untraced code calls, so that no block visit sees them."""
     nodes = model.graph.find_nodes(op="call_module") if isinstance(model, fx.GraphModule) else ()
     visited = [model.get_submodule(str(node.target)) for node in nodes]
     seen = {id(layer.weight_quantizer) for layer in visited if is_itself(layer, WeightedQuantOpr)}
@@ -95,7 +99,11 @@ def folder_of(resume: str | os.PathLike[str] | None, algorithm: str, options: di
 
 @torch.no_grad()
 def store_codes(quantizer: Quantizer, weight: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor) -> None:
-    """Write the scales, and the dequantized codes as the weight, so that rounding to nearest returns the same codes."""
+    """Write the scales, and the dequantized codes as the weight, so that rounding to nearest returns the same codes.
+
+    The codes are not stored anywhere else: simulation, export and further training all round the weight. In half
+    precision the dequantized value may round to another code, which is an error.
+    """
     quantizer.store_qparams(scale, zero_point)
     weight.copy_(dequantize(codes.to(weight.device), *quantizer.qparams(), quantizer.spec, torch.float64))
     again = codes_of(weight, *quantizer.qparams(), quantizer.spec)

@@ -1,4 +1,4 @@
-"""Algorithms by name, as entries of `ALGORITHMS` in configs, and `apply_algorithms`, which runs a config's."""
+"""`register_algorithm`: makes a function an entry of `ALGORITHMS` in configs. `apply_algorithms`: runs a config's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 AlgorithmFunction = TypeVar("AlgorithmFunction", bound=Callable[..., Any])
 
 # Keywords about how an algorithm runs, not about what it computes: they are set in a call, not in a config.
-_OF_THE_RUN = ("memory_budget", "resume")
+_RUN_KEYWORDS = ("memory_budget", "resume")
 
 
 def register_algorithm(
@@ -49,7 +49,7 @@ def register_algorithm(
     1
     """
 
-    def file(function: AlgorithmFunction) -> AlgorithmFunction:
+    def decorate(function: AlgorithmFunction) -> AlgorithmFunction:
         section = options_of_keywords(name, function) if options is None else options
         check_options(section, "algorithm", name)
 
@@ -64,7 +64,7 @@ def register_algorithm(
         ALGORITHMS.register(name, aliases=aliases, replace=replace, options=section)(noted)
         return noted  # type: ignore[return-value]
 
-    return file
+    return decorate
 
 
 def apply_algorithms(
@@ -92,7 +92,7 @@ def apply_algorithms(
         folder = None if resume is None else Path(resume) / f"{number}-{step.name}"
         of_the_run, taken = {"memory_budget": memory_budget, "resume": folder}, inspect.signature(function).parameters
         options = {key.lower(): value for key, value in step.options}
-        options |= {key: value for key, value in of_the_run.items() if key in taken}  # quick ones cannot be resumed
+        options |= {key: value for key, value in of_the_run.items() if key in taken}  # short algorithms have no resume
         results.append((step.name, function(qmodel, data, **options)))
     return results
 
@@ -102,7 +102,7 @@ def options_of_keywords(name: str, function: Callable[..., Any]) -> type[Section
     keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     hints, texts = get_type_hints(function, include_extras=True), _explained(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
-    for keyword in (p for p in keywords if p.name not in _OF_THE_RUN):
+    for keyword in (p for p in keywords if p.name not in _RUN_KEYWORDS):
         if keyword.default is keyword.empty or keyword.name not in hints:
             raise ConfigError(f"algorithm {name!r}: the keyword {keyword.name!r} needs a type and a default")
         field = Field(keyword.default, description=texts.get(keyword.name))

@@ -1,4 +1,13 @@
-"""Layers and adds that the runtime executes in integers get its arithmetic: int32 biases, its kernels' own steps."""
+"""Attaches a runtime's integer arithmetic to the layers, adds and products that it executes in integers.
+
+Two levels: a runtime with int32 biases rounds each bias to the grid `input scale * weight scale` (`BiasRounding`); for
+ONNX Runtime the simulation also computes the kernel's own steps, so that its values are equal bit for bit (`Integer*`
+modules of `ops/`). Both need to know the quantizers of a call's input, weight and output, which this file looks up in
+the graph. A layer gets nothing if one of its calls has a float input.
+
+Scales and quantizers may change after building (folding, `replace_quantizer`): their callers run `attach_integer_ops`
+again, which first removes everything that it added before.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +46,18 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 _Layer = WeightedQuantOpr | FunctionalWeightedQuantOpr
 _LAYERS = frozenset({"conv", "linear", "addmm"})
 _BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
-_CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding if the grid contains their bounds
+# Between an op and its output quantizer: clipping commutes with rounding if the grid contains the bounds.
+_CLIPS = frozenset({"relu", "relu6", "hardtanh"})
 
 
 def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
-    """Attach the runtime's arithmetic after quantizers were attached or replaced; earlier parts are removed first."""
+    """Attach the runtime's arithmetic after quantizers were attached or replaced, in place."""
     if profile.bias != "int32":
         return
+    # Only calibration sees the bias of a functional call (`F.linear(x, w, b)`): it is carried over to the new parts.
     seen_biases = _detach(captured)
     is_exact = profile.executes == "onnxruntime"
+    # All calls of a layer are collected before anything is attached: one call with a float input rules out the others.
     calls: dict[WeightedQuantOpr, list[_Call]] = {}
     for region in captured.regions.values():
         constants = _constants(region)
@@ -62,6 +74,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             elif is_exact:
                 _attach_binary(node, region)
         region.graph_module.recompile()
+    # Layers that a module's own code calls: no graph shows what reads their output, so the output stays unrounded.
     for loose in captured.loose.values():
         if isinstance(loose.module, WeightedQuantOpr):
             source = loose.module.input_quantizer
@@ -90,7 +103,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
     for region in captured.regions.values():
         for node in region.graph_module.graph.nodes:
             module = _module(node, region)
-            if isinstance(module, IntegerAdd):
+            if isinstance(module, IntegerAdd):  # the node was an add or mul, and becomes one again
                 region.graph_module.delete_submodule(str(node.target))
                 node.op = "call_method" if isinstance(module.op, str) else "call_function"
                 node.target = module.op
@@ -109,7 +122,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
 
 
 class _Call(NamedTuple):
-    """The quantizers of a call's input and output; `front`: the module that produces the input."""
+    """The quantizers of a call's input and output; `front`: the module that produces the input (a `QIdentity`…)."""
 
     source: Quantizer | None
     output: Quantizer | None = None
@@ -122,7 +135,11 @@ def _call_of(node: fx.Node, layer: QuantOpr, region: Region) -> _Call:
 
 
 def _attach(layer: _Layer, calls: Sequence[_Call], *, has_bias: bool, is_exact: bool) -> None:
-    """Attach integer arithmetic to all calls; to none if one of them has a float input."""
+    """Attach integer arithmetic to all calls; to none if one of them has a float input.
+
+    Calls are distinguished by their input's quantizer. Two calls with the same input grid and different output grids
+    share one `IntegerLayer`, which then leaves the output unrounded.
+    """
     outputs: dict[Quantizer, Quantizer | None] = {}
     for call in calls:
         if call.source is None or not _fits(layer, call.source):
@@ -171,7 +188,7 @@ def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: s
 
 
 def _attach_binary(node: fx.Node, region: Region) -> None:
-    """Handle `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
+    """Replace the add or mul in `add(QIdentity, QIdentity) + relu + QIdentity` by its integer form."""
     root = region.graph_module
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
     if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs or hasattr(root, node.name):

@@ -1,8 +1,11 @@
-"""Quantizers for weights that no op of the graph owns: stacked experts, gates of recurrent layers, factors in own code.
+"""Quantizers for weights that no op of the graph owns: stacked experts, gates of recurrent layers, weights in own code.
 
 A parameter is a weight if a matrix product reads it. In a graph the nodes show that; for a module's own code
 (and for ops that are not registered) one forward on the example inputs is observed. Without an example, a sizeable
 stack of matrices is assumed to be weights. Scales are per output channel, separate for each matrix of a stack.
+
+Called by `stages.attach`, after the layers of the graph have their quantizers: what those own is not a candidate here.
+The result is a plan with further sites, and for every other matrix the reason why it stays float.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
 from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF, TABLE, UNCALLED, UNEXPLAINED
 from sparsebit.quantization.planning.sites import LEFT_OUT, Plan, Site, site_of, spec_of
 
-# Share of all parameters: a smaller stack without an example is not quantized by a guess.
+# Without an example, a stack is only assumed to be weights if it has at least this share of all parameters.
 SIZEABLE = 0.01
+# For each operand of a product, the axis that the product sums over; None for one that is only added.
 PRODUCTS: dict[str, tuple[int | None, ...]] = {"matmul": (-1, -2), "bmm": (-1, -2), "baddbmm": (None, -1, -2)}
 # Backends that cannot read an integer weight before a float op.
 _INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
@@ -49,9 +53,9 @@ class _Candidate:
     name: str
     owner: nn.Module
     parameter: Tensor
-    axis: int | None = None  # the one that products sum over
-    channel_axis: int | None = None  # of a convolution's kernel
-    is_watched: bool = False  # whether code reads it whose use only an example shows
+    axis: int | None = None  # the axis that products sum over; None until a product is found
+    channel_axis: int | None = None  # the axis of the output channels, if it is a convolution's kernel
+    is_watched: bool = False  # whether some reader's use of it is only visible in a forward on the example
     reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)  # where graphs read it
 
     @property
@@ -64,7 +68,7 @@ class _Candidate:
 
 
 @dataclass
-class _Notes:
+class _PlanAdditions:
     """The additions to the plan."""
 
     floats: dict[str, str]
@@ -78,9 +82,12 @@ class _Notes:
 
 
 def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = None, given: Plan | None = None) -> Plan:
-    """Attach them, in place; returns the plan with their sites. `given`: a plan that decides what is quantized."""
-    config, notes = plan.config, _Notes(dict(plan.floats), given)
-    candidates = _candidates(captured, notes, config)
+    """Attach these quantizers, in place; returns the plan with their sites.
+
+    `example`: the call to observe. `given`: a plan of the user, whose sites are used instead of the config's.
+    """
+    config, additions = plan.config, _PlanAdditions(dict(plan.floats), given)
+    candidates = _candidates(captured, additions, config)
     watched = {c.site: c.parameter for c in candidates if c.is_watched and c.axis is None}
     if watched and example is not None:
         use = observe_use(watched, captured.model, *example)
@@ -88,12 +95,14 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = N
             candidate.axis = use.summed.get(candidate.site, candidate.axis)
             candidate.channel_axis = use.channels.get(candidate.site)
             if not candidate.is_weight and candidate.is_watched:
-                notes.note(candidate, TABLE)
+                additions.note(candidate, TABLE)
     elif watched:
-        _guess(candidates, captured, notes)
+        _guess_stacks(candidates, captured, additions)
+    # A read in a graph gets a node with the quantizer; own code reads the attribute through the owner's new class. Both
+    # always, because a graph's module may also run its own code.
     chosen: dict[nn.Module, dict[str, QuantizedParameter]] = {}
     for candidate in (candidate for candidate in candidates if candidate.is_weight):
-        if (quantized := _quantized(candidate, notes, config)) is not None:
+        if (quantized := _quantized(candidate, additions, config)) is not None:
             chosen.setdefault(candidate.owner, {})[candidate.name] = quantized
             for root, node in candidate.reads:
                 _insert(root, node, quantized)
@@ -101,11 +110,12 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = N
         read_quantized(owner, parameters)
     for region in captured.regions.values():
         region.graph_module.recompile()
-    sites, layers = {**plan.sites, **notes.sites}, (*plan.layers, *notes.layers)
-    return dataclasses.replace(plan, sites=sites, floats=notes.floats, layers=layers)
+    sites, layers = {**plan.sites, **additions.sites}, (*plan.layers, *additions.layers)
+    return dataclasses.replace(plan, sites=sites, floats=additions.floats, layers=layers)
 
 
-def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[_Candidate]:
+def _candidates(captured: Captured, additions: _PlanAdditions, config: QuantConfig) -> list[_Candidate]:
+    """Matrices without a quantizer: first those that graphs read, then those that modules' own code reads."""
     known = quantizers_of_parameters(captured.model)
     policy = LeafPolicy(skip=config.SKIP_TRACE_MODULES, untouched=captured.untouched)
     found: dict[int, _Candidate] = {}
@@ -119,14 +129,14 @@ def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[
                 full = ".".join(part for part in (path, inner) if part)
                 candidate = found.setdefault(id(parameter), _Candidate(full, name, owner, parameter))
                 candidate.reads.append((root, node))
-                _look_at_readers(candidate, node, root)
+                _follow_to_products(candidate, node, root)
     for owned in owned_parameters(captured.model):
         if id(owned.parameter) in known or id(owned.parameter) in found or not is_matrix(owned.parameter):
             continue
-        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # these cannot get new modules
+        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # these cannot get a quantizer
         if owned.layer is not None or is_fixed or type(owned.owner) in (nn.Module, CapturedBlock):
             if owned.layer is None:
-                notes.floats.setdefault(owned.full_name, UNCALLED)
+                additions.floats.setdefault(owned.full_name, UNCALLED)
             continue
         candidate = _Candidate(owned.path, owned.name, owned.owner, owned.parameter)
         row = row_of_module(owned.owner)
@@ -144,8 +154,12 @@ def is_matrix(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
 
 
-def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule) -> None:
-    """Follow the parameter through ops that move values to a product; its operand, on the meta device, has its axes."""
+def _follow_to_products(candidate: _Candidate, node: fx.Node, root: fx.GraphModule) -> None:
+    """Follow the parameter through reshapes and slices to the products that read it, and set the summed axis.
+
+    Each op runs on a meta tensor with the parameter's shape and strides: from the operand's size and stride along the
+    summed axis, `axis_of` finds which axis of the parameter that was.
+    """
     own = candidate.parameter
     meta = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
     todo: list[tuple[fx.Node, Any]] = [(node, meta)]
@@ -190,8 +204,11 @@ def _moved(user: fx.Node, value: Any) -> Any:
         return None
 
 
-def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> None:
-    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` if `is_transposed`."""
+def _guess_stacks(candidates: list[_Candidate], captured: Captured, additions: _PlanAdditions) -> None:
+    """Without an example: assume that sizeable 3-d stacks are weights, `[n, out, in]`.
+
+    The layout is `[n, in, out]` if their module has `is_transposed`, as some expert modules of transformers do.
+    """
     total = sum(owned.parameter.numel() for owned in owned_parameters(captured.model))
     sizes: Counter[tuple[type[nn.Module], str]] = Counter()
     for candidate in candidates:
@@ -203,37 +220,38 @@ def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> N
         if candidate.parameter.ndim == 3 and min(candidate.parameter.shape) > 1 and is_sizeable:
             candidate.axis = 1 if getattr(candidate.owner, "is_transposed", False) is True else 2
         else:
-            notes.note(candidate, UNEXPLAINED)
+            additions.note(candidate, UNEXPLAINED)
 
 
-def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> QuantizedParameter | None:
+def _quantized(candidate: _Candidate, additions: _PlanAdditions, config: QuantConfig) -> QuantizedParameter | None:
+    """The quantizer of a weight, which is added to the plan; None if it stays float, and then the reason is added."""
     name = candidate.site
-    notes.layers += [name, candidate.path]
+    additions.layers += [name, candidate.path]
     wanted = config.resolve("W", name)
-    if wanted == config.resolve("W", ""):  # no glob matches the parameter's name: that of its module counts
+    if wanted == config.resolve("W", ""):  # no glob of the config matches the parameter: try its module's name
         wanted = config.resolve("W", candidate.path)
     if config.BACKEND in _INTEGER_LAYERS_ONLY:
-        notes.floats[name] = f"{config.BACKEND} takes quantized weights in its integer layers only"
+        additions.floats[name] = f"{config.BACKEND} takes quantized weights in its integer layers only"
     elif wanted.QUANTIZER.DISABLE:
-        notes.floats[name] = SWITCHED_OFF[0]
-    elif notes.given is not None and name not in notes.given:
-        notes.floats[name] = LEFT_OUT
+        additions.floats[name] = SWITCHED_OFF[0]
+    elif additions.given is not None and name not in additions.given:
+        additions.floats[name] = LEFT_OUT
     else:
         try:
             site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
-            site = site if notes.given is None else notes.given[name]
+            site = site if additions.given is None else additions.given[name]
             # The runtime reads it as float numbers, so any format works.
             quantizer = quantizer_of(site, "virtual", num_rows(candidate.parameter.shape, site.spec.granularity))
         except SpecError as error:
-            notes.floats[name] = str(error)
+            additions.floats[name] = str(error)
         else:
-            notes.sites[name] = site
+            additions.sites[name] = site
             return QuantizedParameter(candidate.owner, candidate.name, candidate.path, quantizer)
     return None
 
 
 def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:
-    """Per channel: a scale for each row along the summed axis, so that every output has its own."""
+    """Per channel: one scale for each row along the summed axis, so that every output channel has its own."""
     if candidate.axis is None:
         assert candidate.channel_axis is not None
         return spec_of(config, candidate.channel_axis)
@@ -242,6 +260,8 @@ def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:
     if config.granularity == "group":
         granularity = PerGroup(axis, config.QUANTIZER.GROUP_SIZE)
     elif config.granularity == "channel":
+        # A channel axis alone would share scales between the matrices of a stack; one group along the whole summed axis
+        # has a scale per matrix and output channel.
         granularity = PerChannel(1 - axis) if len(shape) == 2 else PerGroup(axis, shape[axis])
     return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity)
 

@@ -1,4 +1,12 @@
-"""Inserts the quantizers of a plan into the graphs: inside wrapped ops, or alone as a `QIdentity`."""
+"""Inserts the quantizers of a plan into the captured graphs: inside wrapped ops, or alone as a `QIdentity`.
+
+The placement (`planning/placement.py`) says where: `InsideOf` wraps an op into a `QuantOpr` that holds its quantizers,
+`AloneAt` inserts a `QIdentity` between a tensor and its readers, `SharedAt` inserts a `QShared`, which marks a tensor
+that is on another site's grid already. Layers outside of graphs are replaced in their parent module.
+
+The invariant: a quantizer sees the values that the op would have read. Where memory is written in place later, the
+quantizer is inserted after the earlier writes, and reads a copy if a later write could reach what backward needs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from sparsebit.graph.ops.op_table import row_of
 from sparsebit.graph.region import Region
 from sparsebit.graph.rewriting.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
-from sparsebit.quantization.ops.layer_call import at_rest
+from sparsebit.quantization.ops.layer_call import side_effect_free_reads
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
     GatedQuantOpr,
@@ -26,7 +34,7 @@ from sparsebit.quantization.ops.quant_opr import (
     QuantOpr,
     WeightedQuantOpr,
 )
-from sparsebit.quantization.planning.divisors import divisor_makers, reads_as_divisor
+from sparsebit.quantization.planning.divisors import divisor_only_ops, reads_as_divisor
 from sparsebit.quantization.planning.masks import SOFTMAX, before_softmax
 from sparsebit.quantization.planning.placement import AloneAt, InsideOf, Placement, RegionPlacement, SharedAt
 from sparsebit.quantization.planning.sites import Plan, Site
@@ -37,15 +45,16 @@ from sparsebit.quantization.quantizers.registration import build_quantizer
 
 def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> None:
     """Insert every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
-    maker = _Maker(plan)
+    builder = _Builder(plan)
     regions = captured.regions
+    # Whether any code outside of a region's graph may overwrite a tensor that a quantizer has read.
     writes = code_may_write(captured.model) or any(_writes_behind_code(r.graph_module) for r in regions.values())
     for path, region in regions.items():
-        _RegionAttacher(path, region, placement.regions[path], maker, writes_outside=bool(path) and writes).attach()
+        _RegionAttacher(path, region, placement.regions[path], builder, writes_outside=bool(path) and writes).attach()
     for path, loose in captured.loose.items():
         planned = placement.loose.get(path)
         if planned is not None:
-            wrapped = maker.wrap(loose.module, planned)
+            wrapped = builder.wrap(loose.module, planned)
             wrapped.input_quantizer.feeds_softmax |= planned.row.name in SOFTMAX
             loose.parent._modules[loose.name] = wrapped
             if writes:
@@ -63,33 +72,33 @@ def _writes_behind_code(root: CapturedGraph) -> bool:
 
 class _RegionAttacher:
     def __init__(
-        self, path: str, region: Region, placement: RegionPlacement, maker: _Maker, *, writes_outside: bool
+        self, path: str, region: Region, placement: RegionPlacement, builder: _Builder, *, writes_outside: bool
     ) -> None:
         """`writes_outside`: whether code around the region may write into its inputs after it has run."""
-        self.path, self.placement, self.maker = path, placement, maker
+        self.path, self.placement, self.builder = path, placement, builder
         self.root = region.graph_module
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
-        self.quantized_outputs: dict[fx.Node, fx.Node] = {}
-        # The quantizers before an op, which other ops may read too, by the names that errors show.
-        self.served: dict[fx.Node, dict[str, Quantizer]] = {}
+        self.quantized_outputs: dict[fx.Node, fx.Node] = {}  # a node -> the quantizer node after it
+        # The separate quantizers before an op, by the names that errors show: its own input quantizer refers to them.
+        self.quantizers_before: dict[fx.Node, dict[str, Quantizer]] = {}
         self.homes = _homes(self.root, region.source)
         self.writes = Writes(self.root, outside=writes_outside)
         rows = {node: row for node in self.root.graph.nodes if (row := row_of(node, self.root)) is not None}
-        self.divisor_makers = divisor_makers(self.root.graph, rows)
+        self.divisor_only_ops = divisor_only_ops(self.root.graph, rows)
         self.before_softmax = before_softmax(self.root.graph, rows)
 
     def attach(self) -> None:
         for tensor in self.placement.tensors:
             if isinstance(tensor, SharedAt):
                 self._share(tensor)
-            elif tensor.site in self.maker.plan:
-                self._stand_alone(tensor)
+            elif tensor.site in self.builder.plan:
+                self._insert_identity(tensor)
         for op in self.placement.ops:
             if op.source is not None and op.node is not None and self.writes.any_behind(op.node, op.source):
                 self._copy_for(op.node, op.source)
         for op in self.placement.ops:
             self._wrap(op)
-        for node, others in self.served.items():
+        for node, others in self.quantizers_before.items():
             module = module_of(node, self.root)
             if isinstance(module, QuantOpr) and module.input_quantizer.fake_fused:
                 module.input_quantizer.replaced_by.update(others)
@@ -97,25 +106,25 @@ class _RegionAttacher:
         self.root.recompile()
 
     def _share(self, tensor: SharedAt) -> None:
-        owner = self.maker.made.get(tensor.owner)
+        owner = self.builder.made.get(tensor.owner)
         if owner is None:
             return
         name = self._module_name(tensor.name)
         node = insert_module_after(self.root, tensor.source, name, QShared(tensor.name, owner))
         for reader in tensor.readers:
             reader.replace_input_with(tensor.source, node)
-            self.served.setdefault(reader, {})[owner.name] = owner
+            self.quantizers_before.setdefault(reader, {})[owner.name] = owner
 
-    def _stand_alone(self, tensor: AloneAt) -> None:
+    def _insert_identity(self, tensor: AloneAt) -> None:
         before = self.quantized_outputs.get(tensor.source, tensor.source)
         readers = list(tensor.readers)
-        if tensor.is_output:  # all readers but those that must not get zeros which come from rounding
-            divides = self.divisor_makers
+        if tensor.is_output:  # every reader gets the rounded output, except divisors: a rounded zero gives infinity
+            divides = self.divisor_only_ops
             readers = [r for r in before.users if r not in divides and before not in reads_as_divisor(r)]
         name = self._module_name(tensor.site)
-        quantizer = self.maker.activation(tensor.site)
+        quantizer = self.builder.activation(tensor.site)
         quantizer.feeds_softmax = not self.before_softmax.isdisjoint(tensor.readers)
-        if tensor.num_writes:
+        if tensor.num_writes:  # directly before its first reader, so that the earlier writes have happened
             first = self.writes.first(list(tensor.readers))
             node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
             is_written = self.writes.any_from(first, tensor.source)
@@ -124,7 +133,7 @@ class _RegionAttacher:
             is_written = self.writes.any_behind(tensor.source, tensor.source)
         for reader in readers:
             reader.replace_input_with(before, node)
-            self.served.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer
+            self.quantizers_before.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer
         if is_written:
             self._copy_for(node, before)
         if tensor.is_output:
@@ -140,7 +149,7 @@ class _RegionAttacher:
         node = op.node
         assert node is not None
         module = module_of(node, self.root)
-        wrapped = self.maker.wrap(node.target if module is None else module, op)
+        wrapped = self.builder.wrap(node.target if module is None else module, op)
         wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
         if module is not None and (op.gate is None or self.calls[node.target] == 1):
             for parent, key in self.homes.pop(id(module), ()):
@@ -160,8 +169,8 @@ class _RegionAttacher:
         return name
 
 
-class _Maker:
-    """Builds quantizers and wrapped ops; an op that several places share is wrapped once."""
+class _Builder:
+    """Builds quantizers and wrapped ops. A module that several nodes call is wrapped once, for all of them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -193,9 +202,10 @@ class _Maker:
         if at.weight is None or at.weight not in self.plan:
             return _off(f"{at.layer}.weight", "weight")
         site = self.plan[at.weight]
-        if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
+        # `F.conv2d(x, w)`: w may be computed from anything, so its range is observed in forwards, like an activation's.
+        if not isinstance(op, nn.Module):
             return self._build(site, 1, observed_as=ACTIVATION)
-        with at_rest(op):
+        with side_effect_free_reads(op):
             weight = getattr(op, at.row.weight or "weight")
         return self._build(site, num_rows(weight.shape, site.spec.granularity))
 

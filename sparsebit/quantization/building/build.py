@@ -1,4 +1,10 @@
-"""`build`: a float model captured, planned, and filled with quantizers."""
+"""`build`: captures a float model, makes its plan, and attaches the quantizers.
+
+In: a `Blueprint` (the float model, config, and optionally a plan, transforms, a saved structure) and an example call.
+Out: a `Built` (graphs, structure, example) and the `Plan`. `SimulatedModel` calls it when the model is made, and again
+when a call of another form arrives. The blueprint remembers which modules had to run their own code, so that the next
+capture does not try to trace them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,7 @@ from sparsebit.quantization.quant_config import require_device
 
 @dataclass
 class Blueprint:
-    """The origin of a quantized model: it is built from these, and built again for a call of another form.
+    """Everything that a quantized model is built from, and built again from for a call of another form.
 
     `original`: the float model, which nothing changes. `policy`: which modules run their own code; building adds those
     whose graphs cannot be prepared. `plan`: a given plan, used instead of the backend's rules. `saved_structure`: the
@@ -45,7 +51,7 @@ class Blueprint:
     plan: Plan | None = None
     transforms: tuple[Transform, ...] = ()
     saved_structure: Structure | None = None
-    # Whether the plan has fitted the model once; a call of another form, captured later, may lack sites of it.
+    # Whether the plan has matched the model once. After that, a call of another form may lack some of its sites.
     has_fitted: bool = False
 
     @classmethod
@@ -88,7 +94,7 @@ class Built:
 
 
 def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = None) -> tuple[Built, Plan]:
-    """Capture, plan, attach. An example on the meta device has shapes only: its values are zeros."""
+    """Capture, plan, attach. Tensors of the example on the meta device have no values, and are replaced by zeros."""
     original, given = blueprint.original, blueprint.plan
     device = next((p.device for p in original.parameters()), torch.device(blueprint.config.DEVICE))
     example = pytree.tree_map_only(
@@ -102,6 +108,7 @@ def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = No
         _require_planned_sites(given, plan, blueprint)
     blueprint.has_fitted = True
     for region in captured.regions.values():
+        region.graph_module.settle()
         region.graph_module.note_leaves()
         region.note_frozen_values()
     _warn_of_unmatched_globs(original, blueprint.config, plan)
@@ -109,15 +116,21 @@ def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = No
 
 
 def _captured(blueprint: Blueprint, example: Call | None, form: CallForm | None) -> tuple[Captured, Structure]:
-    """The captured model, ready for a plan, and its structure; a module whose graph is not runs its own code."""
+    """The captured model, prepared for planning, and its structure.
+
+    A module whose graph cannot be prepared is added to the policy, and the whole model is captured again without it.
+    """
     folds, schedule = folds_batchnorm(blueprint.config), blueprint.config.SCHEDULE
     merges, scales = folds and schedule.MERGE_BRANCHES, folds and schedule.FOLD_SCALES
     while True:
         captured = capture(blueprint.original, blueprint.policy, example=example, form=form)
         source = captured.model.source if isinstance(captured.model, Region) else captured.model
         structure = structure_of(captured, source)
+        for region in captured.regions.values():
+            region.graph_module.rewrite_until_settled()
         reasons = prepare(captured, folds_batchnorm=folds, merges_branches=merges, folds_scales=scales)
         if not reasons:
+            # Compared once: a later capture, for a call of another form, may differ from the saved structure.
             saved, blueprint.saved_structure = blueprint.saved_structure, None
             if saved is not None and (found := difference(saved, structure)):
                 raise CheckpointError(

@@ -1,4 +1,8 @@
-"""Describes the quantized model: which layers and parameters are quantized, which are float, and why."""
+"""`describe_coverage`: which layers and parameters of a model are quantized, which are float, and why.
+
+It reads the modules as they are now, so that quantizers which calibration has switched off count as float. Reasons come
+from the plan, from calibration (`float_reason`), or from the kind of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _UNSEEN = " never saw a float tensor during calibration"
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
-    """The current coverage of the model (quantizers that are switched off for good do not count)."""
+    """The current coverage of the model; quantizers that are permanently off do not count."""
     layers: dict[str, QuantizedLayer] = {}
     unseen: dict[str, str] = {}
     own_code: Counter[str] = Counter()
@@ -67,8 +71,8 @@ def _notes_of(captured: Captured) -> Iterator[str]:
         yield f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
     for path in captured.hidden_writes:
         yield (
-            f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
-            "backward may read what was written, the copy's reads what its layers have read"
+            f"{path or '(model)'} writes through .data, which autograd does not see: in training, the backward of the "
+            "model's own code may use the written values, the copy's uses those that its layers have read"
         )
     if layers := captured.uncalled:
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
@@ -90,7 +94,7 @@ def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Q
 
 
 def _weighted(model: nn.Module) -> list[bool]:
-    """For each layer with a quantizable weight: whether it is quantized."""
+    """For each layer with a quantizable weight: whether it is quantized. A recurrent layer counts once."""
     found: list[bool] = []
     inside: set[int] = set()
     owners: dict[int, bool] = {}
@@ -104,8 +108,10 @@ def _weighted(model: nn.Module) -> list[bool]:
             owners[id(module.owner)] = owners.get(id(module.owner), True) and is_quantized
         elif id(module) not in inside:
             row = row_of_module(module)
-            if row is not None and (row.kind is OpKind.WEIGHTED or row.name == "recurrent"):
-                owners.setdefault(id(module), False) if row.name == "recurrent" else found.append(False)
+            if row is not None and row.name == "recurrent":
+                owners.setdefault(id(module), False)
+            elif row is not None and row.kind is OpKind.WEIGHTED:
+                found.append(False)
     return [*found, *owners.values()]
 
 
@@ -122,7 +128,7 @@ def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str
 
 
 def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> str:
-    """The plan's reason for the parameter, its layer, or an enclosing module; else that of its kind."""
+    """The reason given for the parameter, its layer, or an enclosing module; otherwise the one for its kind."""
     if owned.full_name in floats:
         return floats[owned.full_name]
     is_matrix = sum(size > 1 for size in owned.parameter.shape) >= 2

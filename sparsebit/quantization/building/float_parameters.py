@@ -1,4 +1,9 @@
-"""`FloatParameters`: the float values of weights and biases that an algorithm has changed, for the next algorithm."""
+"""`FloatParameters`: the float model's values of weights and biases that algorithms have changed.
+
+Algorithms write rounded weights into the model, but the next one must compare with the outputs of the float model. So
+the old value is kept, together with a checksum of what the algorithm wrote. If the parameter has another checksum later
+(training, a loaded state_dict), the kept value is outdated, and the parameter's current value counts as float.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ class _Kept(NamedTuple):
 
 
 class FloatParameters:
-    """By the parameter's path in the graph. They are not saved: a loaded model has none."""
+    """Kept values by the parameter's path in the graph. They are not saved: a loaded model has none."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -61,7 +66,7 @@ class FloatParameters:
 
     @contextlib.contextmanager
     def keeping(self, block: Block) -> Iterator[None]:
-        """Inside, parameters of the block may be changed; their values before the first change are kept."""
+        """Inside, an algorithm may change the block's parameters; their values before the first change are kept."""
         places = ((path, registry[name]) for path, registry, name in _places(block))
         copies = {path: value.detach().cpu().clone() for path, value in places if value is not None}
         yield

@@ -1,6 +1,6 @@
-"""Multiplications by a factor per channel that were inserted into a built graph, and their records.
+"""Per-channel multiplications that smoothing inserts into a built graph, and their records.
 
-A saved model contains the records: they are inserted into a rebuilt graph before its tensors are loaded.
+A saved model contains the records, so that loading can insert the same modules before it loads their tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
         missing = [name for name in (record.source, *record.readers) if name not in nodes]
         if missing:
             names = ", ".join(missing)
-            raise CheckpointError(f"the factor {record.name} was between nodes that this graph has not: {names}")
+            raise CheckpointError(f"the factor {record.name} was between nodes that this graph does not have: {names}")
         source, readers = nodes[record.source], [nodes[name] for name in record.readers]
         first = next(node for node in root.graph.nodes if node in readers)
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))

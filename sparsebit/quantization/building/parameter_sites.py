@@ -1,4 +1,4 @@
-"""Every parameter of a captured model: its name in the original, its owner, and the quantizer that reads it."""
+"""Finds every parameter of a captured model: its name in the original, its owner, and the quantizer that reads it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _reads(root: fx.GraphModule) -> Iterator[tuple[fx.Node, Quantizer]]:
 def _parameters_behind(node: fx.Node, root: fx.GraphModule) -> list[Tensor]:
     """The parameters that a value is computed from, if it does not depend on any input."""
     behind = [node]
-    for current in behind:  # which grows meanwhile
+    for current in behind:  # the list grows while it is read
         behind += [source for source in current.all_input_nodes if source not in behind]
     values = (attrgetter(str(current.target))(root) for current in behind if current.op == "get_attr")
     return [value for value in values if isinstance(value, nn.Parameter)]

@@ -57,6 +57,7 @@ def transform(captured: Captured, transforms: Sequence[Transform]) -> None:
     """Apply the transforms, in order, to every graph."""
     for step in transforms:
         for path, region in captured.regions.items():
+            region.graph_module.settle()
             try:
                 step(region.graph_module)
                 region.graph_module.graph.lint()
@@ -77,7 +78,8 @@ def attach(
 ) -> Plan:
     """Insert the plan's quantizers into the captured model, in place; returns the completed plan.
 
-    `given`: a plan that decides the sites of parameters that no op owns; those parameters are found here.
+    `given`: a plan of the user. Parameters that no op owns are only found here; their sites come from it, too.
+    The order matters: the integer arithmetic needs the quantizers of inputs, weights and outputs in their places.
     """
     attach_quantizers(captured, plan, placement)
     for region in captured.regions.values():
@@ -88,7 +90,7 @@ def attach(
 
 
 def _why_not_prepared(region: Region, passes: Sequence[Transform]) -> str:
-    """Run the native passes, in order, and the optional ones; returns why they fail, or an empty text."""
+    """Run the passes that every graph needs, then the optional ones; returns why they fail, or an empty string."""
     root = region.graph_module
     try:
         functionalize(root)

@@ -1,4 +1,10 @@
-"""`visit_blocks`: the block engine on a quantized model: its batches, its float values, and the state of each block."""
+"""`visit_blocks`: runs the block engine (`execution/blocks`) on a quantized model, for algorithms that go by blocks.
+
+For each block, an algorithm gets the inputs that the quantized blocks before it produce, and the outputs that the float
+model has there (the targets). This file adds what the engine does not know: quantizers are on for the inputs and off
+for the targets; the float model's parameters are used for the targets although earlier visits have changed them; and a
+finished block can be saved and loaded (`resume`). Needs a graph of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +54,7 @@ Blocks = Sequence[str] | Literal["layers", "network"] | None
 
 @dataclass(frozen=True)
 class FloatRun:
-    """Lets an algorithm run the float model before the first block is visited.
+    """The means for an algorithm to run the float model before the first block is visited.
 
     `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes the same as in
     the float model.
@@ -73,9 +79,10 @@ def visit_blocks(
     hold_out: HoldOut | None = None,
     views: int = 1,
 ) -> None:
-    """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks before it, its
-    float inputs and targets, on `data` (batches as for calibration), with all calibrated quantizers switched on.
+    """Call `visit(block_data)` for each block in order, with all calibrated quantizers switched on.
 
+    `block_data` has the block's inputs from the quantized blocks before it, its inputs in the float model, and the
+    float model's outputs as targets, for `data` (batches as for calibration).
     `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
     folder that keeps each finished block; a run that was killed continues after them. `memory_budget`: bytes of
     activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
@@ -95,6 +102,7 @@ def visit_blocks(
     floats, wanted = _FloatBlocks(float_parameters, visit), _blocks(root.graph_module, blocks)
     kept = None if resume is None else Resume(resume, block_state, floats.load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+    # Samples are held out before the first visit, so that no block has been fitted to them.
     with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
         split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, floats.original), hold_out)
         if views > 1 and has_images(inputs.get(0)):
@@ -119,7 +127,7 @@ def visit_blocks(
 
 
 class _FloatBlocks:
-    """The blocks of one run in float, and visits that keep what the float model needs of them."""
+    """Runs blocks with the float model's parameters, and keeps these before a visit changes them."""
 
     def __init__(self, float_parameters: FloatParameters, visit: Visit) -> None:
         self._parameters, self._visit = float_parameters, visit
@@ -140,7 +148,7 @@ class _FloatBlocks:
 
 @contextlib.contextmanager
 def _bound_inputs(qmodel: SimulatedModel, root: Region, data: Any, memory_budget: int) -> Iterator[SharedData]:
-    """The graph's inputs of each batch by name. Inside, a failing guard of the graph is a `CalibrationError`."""
+    """Each batch as the graph's inputs by name. Inside, a failing guard of the graph becomes a `CalibrationError`."""
     inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
     for args, kwargs in calls(data, qmodel.original, qmodel.device):
         bound = root.bind(args, kwargs)

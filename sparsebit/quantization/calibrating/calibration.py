@@ -1,4 +1,7 @@
-"""`Calibrator`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them."""
+"""`Calibrator`: the part of a `QuantModel` that gathers statistics and computes scales and zero points from them.
+
+It holds the state between `prepare_calibration` and `calc_qparams`: a `CalibrationRunner`, which does the work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Calibrator:
-    """Between `prepare` and `calc_qparams` there is a `runner`, which observes every forward."""
+    """`runner` observes every forward between `prepare` and `calc_qparams`; otherwise it is None."""
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
         self.qmodel, self.proof = qmodel, proof
@@ -46,7 +49,9 @@ class Calibrator:
         if self.runner is None:
             return
         if self.qmodel.training and not self.runner.num_batches:
-            log.warning("calibrating in train mode: dropout and batch statistics are in what is seen; call eval()")
+            log.warning(
+                "calibrating in train mode: dropout and batch statistics change the observed values; call eval()"
+            )
         self.runner.record(inputs)
 
     def require_no_statistics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,6 +80,7 @@ class Calibrator:
         if asym and not (w_quant or a_quant):
             w_quant = a_quant = True
         runner.check(asym=asym)
+        # Ranks merge statistics by site, so all must have captured the same graphs.
         policy = qmodel.blueprint.policy
         if len({repr(sorted(cuts)) for cuts in gather([*policy.own_code, *policy.untouched])}) > 1:
             where = "a module runs its own code on some ranks only, where its graph differed on the first batch"
@@ -90,7 +96,7 @@ class Calibrator:
             log.info("%d quantizers never saw a float tensor and stay off: %s", len(unseen), ", ".join(unseen))
 
     def init_qat(self, *, follow_ranges: bool) -> None:
-        """First scales, and everything switched on; see `QuantModel.init_QAT`."""
+        """Compute initial scales and switch all quantizers on; see `QuantModel.init_QAT`."""
         quantizers = self.qmodel.quantizers()
         if follow_ranges and all(quantizer.learns_numbers or quantizer.fake_fused for quantizer in quantizers):
             raise ConfigError("init_QAT(follow_ranges=True): all learn their numbers, none would follow its data")

@@ -1,7 +1,9 @@
-"""Batch-norm tuning: re-estimates running statistics under quantization, then folds norms into quantized layers.
+"""`fold_norms`: folds batch norms into quantized layers, without changing the integers of their weights.
 
-Quantized weights and activations shift the statistics that batch norms were trained with; a few forwards correct that
-(Sun et al., "Hybrid 8-bit Floating Point Training and Inference for Deep Neural Networks", 2019).
+The last step of batch-norm tuning: quantized weights and activations shift the statistics that batch norms were trained
+with, a few forwards re-estimate them (Sun et al., "Hybrid 8-bit Floating Point Training and Inference for Deep Neural
+Networks", 2019), and then the norm's factor per channel goes into the weight's scale per channel. `graph/passes` folds
+norms of float models.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
 
 
 def fold_norms(qmodel: SimulatedModel, may_fold: MayFold) -> None:
-    """Fold batch norms into the quantized layers before them; their biases and integer ops are then made again."""
+    """Fold batch norms into the quantized layers before them, and attach the layers' integer arithmetic again."""
     for path, region in qmodel.built.captured.regions.items():
         _FoldQuantized(path, may_fold, qmodel.built.folded_layers).apply(region.graph_module)
     attach_integer_ops(qmodel.built.captured, PROFILES[qmodel.config.BACKEND])
@@ -65,7 +67,7 @@ class _FoldQuantized(ReplacePatternBase):
         quantizer, factor = layer.weight_quantizer, fold_factor(norm)
         if not quantizer.fake_fused:
             quantizer.prepare_folding(layer.op.get_parameter("weight"))
-        fold_into(layer.op, norm)  # the weight is a new one
+        fold_into(layer.op, norm)  # replaces the weight by a new parameter
         weight = layer.op.get_parameter("weight")
         if not quantizer.fake_fused and not rescale(quantizer, weight, layer.row.channel_axis, factor):
             calibrate_weight(layer)
@@ -77,18 +79,18 @@ class _FoldQuantized(ReplacePatternBase):
 def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Tensor) -> bool:
     """Rescale the grid of a weight whose output channels were multiplied by `factor` (out,): the codes do not change.
 
-    So the trained codes, with which the statistics were estimated, are those that run. Channels with a negative factor
-    have their codes mirrored: on a symmetric grid the lowest code, which has no counterpart, becomes the highest, and
-    weights that were clipped at the upper end stay clipped there. False if the grid cannot be rescaled: one scale for
-    all channels, or a quantizer with its own arithmetic.
+    So the trained codes, with which the statistics were estimated, are those that run. A negative factor mirrors a
+    channel's codes. On a symmetric grid the lowest code (-128) has no mirror image: it becomes the highest (127), and
+    values that were clipped at 127 must become -127, not -128, so the weight is clamped. False if the grid cannot be
+    rescaled: one scale for all channels, or a quantizer with its own arithmetic.
     """
     spec = quantizer.spec
     shape = scale_shape(weight.shape, spec.granularity)  # () or (out,), or the scale's shape of a weight in groups
     place = channel_axis if len(shape) > 1 else 0
     if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
         if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
-            remedy = "is calibrated anew; set W.QSCHEME: per-channel-symmetric to keep what was trained"
-            log.warning("%s: its learned scale cannot take in a factor per channel, and %s", quantizer.name, remedy)
+            remedy = "is calibrated again; set W.QSCHEME: per-channel-symmetric to keep what was trained"
+            log.warning("%s: its learned scale cannot absorb a factor per channel, and %s", quantizer.name, remedy)
         return False
     scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
     factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])

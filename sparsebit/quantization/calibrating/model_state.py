@@ -1,4 +1,8 @@
-"""Checks of the model's state for verbs of `QuantModel`, and states inside a `with` block, as the float model's."""
+"""Checks that verbs of `QuantModel` make before they begin, and temporary states of a model in a `with` block.
+
+The checks (`require_*`, `check_ready`) raise with the verb's name. The context managers switch quantizers, modes and
+parameters (`in_float`: the model computes what the float model computes), and restore them.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +59,13 @@ def require_calibrated(qmodel: SimulatedModel, verb: str) -> None:
 
 
 def check_ready(qmodel: SimulatedModel, verb: str) -> None:
-    """Raise if nothing of the model is quantized, or nothing calibrated; `verb` is what the user called."""
+    """Raise if the model has no quantizers, or none is calibrated; `verb` is the method that the user called."""
     quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
     if quantizers and not any(quantizer.is_calibrated for quantizer in quantizers):
         raise CalibrationError(
             f"{verb}(): the model is not calibrated; call prepare_calibration(), run a few batches, then calc_qparams()"
         )
-    if not quantizers and not qmodel.is_float_by_plan:  # which is off on purpose: the file is a float one
+    if not quantizers and not qmodel.is_float_by_plan:  # a plan without sites is float on purpose
         raise DeploymentError(
             f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
         )
@@ -75,7 +79,7 @@ def quantizers_of(*modules: nn.Module) -> list[Quantizer]:
 
 @contextlib.contextmanager
 def switched(quantizers: Iterable[Quantizer], to: bool | None = None) -> Iterator[None]:
-    """Inside, these quantizers are on or off (None: as they are); afterwards each is switched as before."""
+    """Inside, these quantizers are on or off (`to`; None: unchanged); afterwards each is switched as before."""
     before = {quantizer: quantizer.use_quant for quantizer in quantizers}
     try:
         for quantizer, is_on in before.items():
@@ -129,22 +133,22 @@ def forget_float_parameters(qmodel: SimulatedModel) -> None:
 
 
 def warn_if_lost(qmodel: SimulatedModel, consequence: str) -> None:
-    """Log the consequence of the float model's values being lost."""
+    """Log a warning if the float model's values are lost, with the consequence."""
     if qmodel.float_values_are_lost:
         changed = "algorithms changed weights of this model, or tuned its batch norms"
-        lost = "the float model's values are not in what was saved"
+        lost = "the saved model does not contain the float model's values"
         log.warning("%s: %s, and %s. Start from the float model", changed, lost, consequence)
 
 
 def originals_of(qmodel: SimulatedModel, sites: Collection[str]) -> dict[int, Tensor]:
-    """The float model's values of parameters that algorithms changed, of the layers of these weight sites, by `id`."""
+    """By `id`: the float model's values of parameters that algorithms changed, in the layers of these weight sites."""
     modules = qmodel.model.modules()
     layers = [m for m in modules if is_itself(m, WeightedQuantOpr) and m.weight_quantizer.name in sites]
     rounded = [name for name in qmodel.applied_algorithms if name not in _WITHOUT_ROUNDING]
     if qmodel.float_values_are_lost and layers and rounded:
         names = ", ".join(layer.weight_quantizer.name for layer in layers)
-        lost = "stays rounded as it was, since a saved model has no float values. Start from the float model"
-        log.warning("%s: what %s rounded %s", names, ", ".join(rounded), lost)
+        lost = "a saved model has no float values to restore. Start from the float model"
+        log.warning("%s: keeps the weights that %s rounded, as %s", names, ", ".join(rounded), lost)
     if qmodel.built.root is None:
         return {}
     theirs = {id(parameter) for layer in layers for parameter in layer.op.parameters()}

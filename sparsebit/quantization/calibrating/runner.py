@@ -3,6 +3,10 @@
 Without `asym`, statistics are gathered during the forwards and no activation is kept. With `asym`, layers are
 calibrated in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are
 kept (a little in memory, the rest on disk), and the values between layers only until their last reader.
+
+Weights are observed once, at the end, except weights that a layer is called with instead of its own (by
+`functional_call`, or by writes in forward): those are observed in each forward. On several ranks the statistics are
+merged before any number is computed, so that all ranks get the same scales.
 """
 
 from __future__ import annotations
@@ -46,12 +50,12 @@ class CalibrationRunner:
         self.memory_budget = memory_budget
         self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
         self.num_batches = 0
-        self._given_weights: list[GivenWeights] = []
+        self._substituted_weights: list[SubstitutedWeights] = []
         self._given: Any = None  # the inputs of the running forward
         self._handles: list[RemovableHandle] = []
         owners = (m for m in model.modules() if isinstance(m, WeightedQuantOpr | QuantizedParameter))
         self.layers = [layer for layer in owners if not layer.weight_quantizer.fake_fused]
-        # Quantizers that learn their range from forwards: all but those of weights that layers own.
+        # Quantizers whose range comes from forwards: all except those of weights that layers own.
         owned = {id(layer.weight_quantizer) for layer in self.layers}
         self.data_quantizers = [q for q in quantizers_of(model) if id(q) not in owned and not q.fake_fused]
         # Quantizers that are reached only by calls off the captured path.
@@ -61,13 +65,16 @@ class CalibrationRunner:
         self.uncalled_quantizers = [] if root is None else [q for q in self.data_quantizers if q not in called]
 
     def prepare(self) -> None:
+        """Start observing."""
         for quantizer in self.data_quantizers:
             quantizer.start_observing()
-        self._given_weights = [GivenWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)]
+        self._substituted_weights = [
+            SubstitutedWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)
+        ]
         self._handles = [self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for given in self._given_weights:
+        for given in self._substituted_weights:
             given.note_own()
         if self.inputs is not None:  # a copy: the model, or the caller for the next batch, may write into them
             call = kwargs if self.root is not None else (args, kwargs)
@@ -105,6 +112,7 @@ class CalibrationRunner:
             raise CalibrationError(fault)
 
     def finish(self) -> None:
+        """Stop observing, and drop all statistics and inputs."""
         for quantizer in self.data_quantizers:
             quantizer.observing = False
             quantizer.observer.reset()
@@ -115,13 +123,13 @@ class CalibrationRunner:
     def _stop_watching(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for given in self._given_weights:
+        for given in self._substituted_weights:
             given.remove()
-        self._handles, self._given_weights = [], []
+        self._handles, self._substituted_weights = [], []
 
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
-        """Fill every quantizer; returns the names of those that never saw a float tensor (they are off from now on)."""
-        given = self._merged_given_weights()
+        """Calibrate every quantizer. Those that never saw a float tensor are switched off, and their names returned."""
+        given = self._merged_substituted_weights()
         self._stop_watching()
         for layer in track(self.layers, "weights"):
             calibrate_weight(layer, with_observed=layer.weight_quantizer.name in given)
@@ -132,20 +140,20 @@ class CalibrationRunner:
             quantizer.was_unseen = True
         return [quantizer.name for quantizer in unseen]
 
-    def _merged_given_weights(self) -> set[str]:
-        """The names of the quantizers that saw weights of other layers on any rank; their statistics are merged."""
-        own = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
+    def _merged_substituted_weights(self) -> set[str]:
+        """Merge the statistics of substituted weights over all ranks; returns the names of their quantizers."""
+        own = {given.layer.weight_quantizer.name for given in self._substituted_weights if given.saw_any}
         seen: set[str] = set().union(*gather(own))
-        quantizers = [given.layer.weight_quantizer for given in self._given_weights]
+        quantizers = [given.layer.weight_quantizer for given in self._substituted_weights]
         merge_across_ranks([quantizer for quantizer in quantizers if quantizer.name in seen])
         return seen
 
     def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
-        """Ranges from the observed values, on all ranks; returns the quantizers (by id) that had observed something."""
+        """Calibrate on the values observed on all ranks; returns the ids of the quantizers that had observed any."""
         merge_across_ranks(quantizers)
         infinite = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
         layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
-        # A layer multiplies its infinite inputs; before a softmax they are a mask, and allowed.
+        # Infinite inputs of a layer with weights are an error; before a softmax they are a mask, which stays in float.
         if wrong := sorted(name for name in infinite if split_site(name)[0] in layers):
             raise CalibrationError(
                 f"{wrong[0]}: infinite values, so no range can be computed; look into the calibration data"
@@ -160,7 +168,7 @@ class CalibrationRunner:
     # --- in order
 
     def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> set[int]:
-        # The graph does not reach these: they keep the ranges from the forwards.
+        # The graph does not call these quantizers, so they get the ranges that the forwards have observed.
         seen = self._calibrate_on_data(self.uncalled_quantizers)
         for quantizer in self.data_quantizers:
             quantizer.observing = False
@@ -238,11 +246,15 @@ def _warn_of_far_samples(quantizers: list[Quantizer]) -> None:
         )
 
 
-# --- weights that a layer is called with instead of its own, by `functional_call` or by writes in forward
+# --- weights that a layer is called with instead of its own
 
 
-class GivenWeights:
-    """Observes every weight that a layer computes with, but its own, which is observed at the end."""
+class SubstitutedWeights:
+    """Observes weights that `functional_call`, or a write in forward, puts in the place of a layer's own.
+
+    The layer's own weight is observed once, at the end of calibration. `compute_layer` of the instance is replaced
+    until `remove`.
+    """
 
     def __init__(self, layer: WeightedQuantOpr) -> None:
         self.layer, self.saw_any = layer, False
@@ -251,7 +263,7 @@ class GivenWeights:
         layer.__dict__["compute_layer"] = self.compute_layer
 
     def note_own(self) -> None:
-        """Treat the current parameters as the layer's own, as at the beginning of a forward of the model."""
+        """Called before each forward of the model: the parameters at that time are the layer's own."""
         self.own = list(map(_Content, self.layer.op.parameters()))
 
     def remove(self) -> None:
@@ -266,7 +278,7 @@ class GivenWeights:
 
 
 class _Content:
-    """A tensor and its version, to be compared with another state of a module."""
+    """A tensor and its version: equal to another only if it is the same tensor with the same content."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -284,7 +296,7 @@ class _Content:
 
 
 def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:
-    """Scale and zero point of the layer's current weight; `with_observed`: also of the observed weights."""
+    """Calibrate on the layer's current weight; `with_observed`: and on the weights observed before."""
     weight = layer.parameter if isinstance(layer, QuantizedParameter) else current_weight(layer.op)
     if not with_observed:
         layer.weight_quantizer.observer.reset()
@@ -311,7 +323,10 @@ def merge_across_ranks(quantizers: list[Quantizer]) -> None:
 
 
 def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]) -> list[list[Quantizer]]:
-    """The quantizers that a batch reaches, one by one as they are called (alike on every rank), then the others."""
+    """Groups of quantizers to calibrate together: each that the first batch reaches, in call order, then all others.
+
+    The order is that of one rank, for all ranks: they merge their statistics group by group.
+    """
     order: dict[str, None] = {}
     handles = [q.register_forward_pre_hook(lambda module, _: order.setdefault(str(module.name))) for q in quantizers]
     try:

@@ -1,4 +1,9 @@
-"""Changes to a built model: another quantizer or other scales at a site, multiplications in the graph."""
+"""Changes single sites of a built model: another quantizer, other scales, inserted per-channel factors.
+
+`replace_quantizer` makes all checks before it changes anything, then keeps several records of one fact consistent: the
+modules, `qmodel.plan`, the blueprint's plan (a saved model is built from it), and the integer arithmetic that refers to
+the old quantizer. If the weight was rounded for another format, its float values are restored.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +54,8 @@ def replace_quantizer(qmodel: SimulatedModel, site: str, quantizer: Quantizer | 
     before = qmodel.sites.get(site)
     has_range = isinstance(quantizer, Quantizer) and quantizer.is_calibrated
     is_unchanged = qmodel.has_built_weights
-    with evaluating(qmodel):  # fused training steps are chosen for the existing quantizers
+    # In eval mode no fused training steps are in the model: they are chosen for the existing quantizers.
+    with evaluating(qmodel):
         new = _replace(qmodel, site, quantizer)
     if before is not None and before.target == "weight" and before.spec != new.spec:
         _restore_float_weight(qmodel, new, needs_range=before.is_calibrated and not has_range)
@@ -116,7 +122,7 @@ def _restore_float_weight(qmodel: SimulatedModel, quantizer: Quantizer, *, needs
 
 
 def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
-    """Put another quantizer at a site and in the plan, after all checks; the integer ops must be attached again."""
+    """Check, then put another quantizer at a site and in the plan. The caller attaches the integer ops again."""
     old, model, plan = _quantizer_at(qmodel, site), qmodel.model, qmodel.plan
     owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
     if not isinstance(wanted, (Quantizer, Site, Mapping)):
@@ -140,6 +146,7 @@ def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mappi
     check_backend(spec, new.zero_point.detach(), old.backend, site)
     needs_range = old.is_calibrated and not new.is_calibrated
     given_range = _range_for(new, old) if needs_range and owner is None else None
+    # Everything before this line may raise, and has changed nothing.
     _swap(model, old, new)
     if given_range is not None:
         new.calc_qparams_with_minmax(*given_range)

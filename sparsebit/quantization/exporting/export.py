@@ -1,4 +1,12 @@
-"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation."""
+"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation.
+
+The steps: checks; quantizers are replaced by constants (`export_constants.py`); torch exports a graph in which each
+quantizer is one node (`trace_onnx`); `lower_onnx` makes QuantizeLinear and DequantizeLinear of these and rearranges
+the graph for the runtime's kernels (`deploy/layouts`); the file is written to a temporary path, checked
+(`export_checks.py`), and only then takes its name.
+
+The placement search uses `trace_onnx` and `lower_onnx` alone, to write many variants of one traced graph.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,7 @@ from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
+from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
 from sparsebit.deploy.layouts.openvino_layout import lay_out_for_openvino
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
@@ -87,6 +96,7 @@ def export_onnx(
     """
     require_whole(qmodel, "export_onnx")
     check_ready(qmodel, "export_onnx")
+    require_onnx(qmodel.config.BACKEND)
     target = checked_path(name)
     if check is not None:
         require_runtime(PROFILES[qmodel.config.BACKEND].executes or "onnxruntime")
@@ -95,7 +105,7 @@ def export_onnx(
         options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         model, sites = build_onnx(qmodel, dummy_data, options)
         parity = None
-        with staged(target) as path:
+        with staged(target) as path:  # an error inside leaves an older file of that name as it was
             write(model, path)
             if qmodel.config.BACKEND == "tensorrt":
                 check_rules(path, str(target))
@@ -107,6 +117,15 @@ def export_onnx(
             with staged(extra) as path:
                 write(model, path)
     return parity
+
+
+def require_onnx(backend: str) -> None:
+    """Raise for a backend whose files are programs."""
+    if (ending := PROFILES[backend].ending) != ".onnx":
+        raise DeploymentError(
+            f'BACKEND: {backend} has {ending} files: write it with qmodel.export("model{ending}", batch), or quantize '
+            "with a BACKEND of ONNX files"
+        )
 
 
 @phase(EXPORT)
@@ -124,8 +143,14 @@ def build_onnx(
 
 
 def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
-    """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
+    """The exported model with one node for each quantizer, ready for `lower_onnx`, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
+    if options.dynamic_axes and not profile.open_sizes:
+        given = ", ".join(options.dynamic_axes)
+        raise DeploymentError(
+            f"export_onnx: dynamic_axes of {given}: files for {profile.name} have fixed sizes; leave dynamic_axes out "
+            "(--dynamic-batch) and give an example of the size in use"
+        )
     args, kwargs = export_call(qmodel, dummy_data)
     _require_exportable(qmodel, profile)
     if state := state_between_calls(qmodel, (args, kwargs)):
@@ -154,7 +179,9 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
     lay_out_linears(model)
     lay_out_pools(model)
     lay_out_pads(model)
-    if profile.executes is not None:
+    if profile.name == "qnn":
+        lay_out_for_htp(model)
+    elif profile.executes is not None:
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)
@@ -182,13 +209,15 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
             forms.insert(0, (tuple(first), last))
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     if input_rows((args, kwargs)) == {0}:
-        raise DeploymentError("the example batch of the export holds no samples: the file would take none; give one")
+        raise DeploymentError(
+            "the export's example batch holds no samples: the file would accept none; give at least one"
+        )
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
 
 def _require_exportable(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
-    """Raise for what has no kernel in the runtime: a number type, or LSTMs with projections, which ONNX has not."""
+    """Raise for dtypes without kernels in the runtime, and for LSTMs with projections, which ONNX does not have."""
     lacks, fault = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}, ""
     dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
     if profile.name != "virtual" and dtype is not None:

@@ -1,4 +1,13 @@
-"""Checks of an exported file: runs it in its runtime on real inputs and compares it with the simulation."""
+"""`check_parity`: runs an exported file in its runtime on real inputs, and compares it with the simulation.
+
+Three levels. The stored numbers must equal the simulation's (`stored_difference`). The outputs must agree within the
+tolerance. Where ONNX Runtime executes integers, the codes of every site must agree bit by bit as far as all kernels
+before are known to be exact (`_trace`), even if no output shows a difference on this data. An error names the first
+site that differs.
+
+Runtime options that change values are part of the judgement: on CPUs without VNNI, ONNX Runtime's 8-bit sums saturate
+at 16 bits, so a file that fails there is tried again with the option that avoids it, and the user is warned.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +34,8 @@ from sparsebit.deploy.exporting.to_onnx import flat_inputs, flat_outputs, in_ord
 from sparsebit.deploy.onnx_graph.qdq_graph import Graph, load_model
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.cpu import saturates
-from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, Session, open_session
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, open_session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
 from sparsebit.graph.values.nested import map_nested
@@ -38,6 +48,7 @@ from sparsebit.records.phases import phase
 log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
+_NUM_SIMULATED = 8  # a simulator takes seconds for each
 _NUM_SHOWN = 5
 _STORES = "stores other numbers than the simulation has"
 
@@ -58,11 +69,15 @@ def check_parity(
     data: Any,
     *,
     tolerance: Tolerance | None = None,
-    num_samples: int = NUM_SAMPLES,
+    num_samples: int | None = None,
     name: str | None = None,
 ) -> Parity:
-    """Compare on the first `num_samples`; a larger difference is an error. `name`: the file's name in messages."""
+    """Compare on the first `num_samples`; a larger difference is an error. `name`: the file's name in messages.
+
+    By default they are 64, and 8 in a simulator.
+    """
     profile = PROFILES[qmodel.config.BACKEND]
+    num_samples = num_samples or (_NUM_SIMULATED if profile.simulated else NUM_SAMPLES)
     runtime = profile.executes or "onnxruntime"
     setting = _Setting(runtime, profile.executes is not None, EXACT[runtime])
     tolerance, name = tolerance or Tolerance(), name or str(file)
@@ -70,7 +85,7 @@ def check_parity(
         session = open_session(file, runtime, optimize=setting.optimize, options=setting.options)
     except DeploymentError as error:  # show the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
-    batches = list(_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
+    batches = list(file_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
     stored = "" if tolerance.exact is False else stored_difference(qmodel, file)
     case = _Case(qmodel, file, name, batches, tolerance, stored)
     try:
@@ -126,8 +141,12 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
     different: _Batch | None = None
     for call in batches:
         first = first or call
-        feeds = _feeds(session, call)
-        expected, found, reference = _run(qmodel, call), session.run(feeds), _run(qmodel, call, quantized=False)
+        feeds = feeds_of(session, call)
+        expected, found, reference = (
+            simulated(qmodel, call),
+            session.run(feeds),
+            simulated(qmodel, call, quantized=False),
+        )
         comparison.add(expected, found, reference)
         if default is not None:
             default.add(feeds, expected, reference)
@@ -178,10 +197,10 @@ def compare_model(
     session = open_session(file, runtime)
     comparison = Comparison(session.outputs, judge_all=True)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    for call in _calls(model, model, device, session, data, num_samples):
+    for call in file_calls(model, model, device, session, data, num_samples):
         with evaluating(model), torch.no_grad():
             expected = [_array(tensor) for tensor in flat_outputs(model(*call[0], **call[1]))]
-        comparison.add(expected, session.run(_feeds(session, call)))
+        comparison.add(expected, session.run(feeds_of(session, call)))
     parity = comparison.result(name, runtime, "the float model")
     fault = "" if tolerance is None else parity.fault(tolerance)
     if fault:
@@ -207,7 +226,7 @@ def _trace(
     """How far sites differ, and a site or an output that differs without a known reason; empty if there is none."""
     codes, kernels = simulated_codes(qmodel, batch.call)
     runtime, optimize, options = setting
-    feeds = _feeds(session, batch.call)
+    feeds = feeds_of(session, batch.call)
     differences = site_differences(file, runtime, feeds, codes, optimize=optimize, options=options)
     is_equal = {difference.site: not difference.largest for difference in differences}
     is_equal |= dict(zip(session.outputs, map(_is_rounded_alike, batch.expected, batch.found), strict=False))
@@ -266,17 +285,17 @@ def check_rules(file: Path, name: str) -> None:
         raise DeploymentError(f"{name}: TensorRT would refuse it:\n  " + "\n  ".join(broken[:_NUM_SHOWN]) + more)
 
 
-def _calls(
+def file_calls(
     model: nn.Module, run: Any, device: torch.device | str, session: Session, data: Any, num_samples: int
 ) -> Iterator[Call]:
-    """Batches in the file's batch size. `run`: a callable that computes the outputs of `model`'s calls on `device`."""
+    """The data's samples in batches of the file's batch size. `run`: computes the outputs of `model` on `device`."""
     left = num_samples
     for args, keywords in calls(data, model, device):
         call = args, in_order(keywords, inspect.signature(model.forward))
         with evaluating(run):
             given = num_samples_run(call, run)
         size = session.batch_size
-        step = min(size or given, given) if size else min(given, left)
+        step = min(size or given, given) if size else min(given, left, session.largest_batch or given)
         if size and given < size:
             if left < num_samples:  # the remainder of a loader
                 return
@@ -289,7 +308,7 @@ def _calls(
 
 
 def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
-    """The call with these of its samples: rows of inputs whose size in the file is their number, or open."""
+    """The call with some of its samples: rows are taken of inputs whose first size in the file fits, or is dynamic."""
     if len(rows) == given:
         return call
     shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` rejects other numbers
@@ -299,14 +318,14 @@ def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call
 
 
 @torch.no_grad()
-def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
+def simulated(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
     """The outputs of the simulation, or of the float model in it, as numpy arrays."""
     args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
     with switched(qmodel.quantizers(), to=None if quantized else False), evaluating(qmodel):
         return [_array(tensor) for tensor in flat_outputs(qmodel(*args, **kwargs))]
 
 
-def _feeds(session: Session, call: Call) -> dict[str, Any]:
+def feeds_of(session: Session, call: Call) -> dict[str, Any]:
     tensors = flat_inputs(*call)
     if len(tensors) != len(session.inputs):
         raise DeploymentError(

@@ -1,4 +1,9 @@
-"""Quantizers with constant scales, in place of the live ones while a model is exported."""
+"""`quantizers_as_constants`: replaces quantizers by ones with constant scales while a model is exported.
+
+torch's exporters trace what runs. A `ConstantSite` runs the fake-quant operator with fixed numbers, and carries the
+site's name, so each site becomes one recognizable node of the exported graph. Weights that are computed from parameters
+alone are evaluated here, in torch: another library may round them to other codes.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +73,7 @@ class ConstantSite(nn.Module):
 
 @contextlib.contextmanager
 def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
-    """Inside, enabled quantizers and biases are `ConstantSite`s, but for those with a `fake_quantize` of their own."""
+    """Inside, enabled quantizers and biases are `ConstantSite`s, except those with their own `fake_quantize`."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     marked: list[Quantizer] = []
     try:

@@ -1,7 +1,8 @@
-"""The numbers of a simulation, for comparisons with a file: what the file stores, and the codes of activations.
+"""The numbers of a simulation, to compare with a file: scales, zero points and codes of weights, codes of activations.
 
 Outputs can be equal although these differ: if a later op clips the effect of a wrong zero point, or if the
-samples do not reach a weight.
+samples do not reach a weight. Tensors of a file are found by their names (`conv1.weight/scale`); a layout may have
+transposed, padded or repeated them, so a tensor of another form is compared as a set of numbers.
 """
 
 from __future__ import annotations

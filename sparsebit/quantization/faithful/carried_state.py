@@ -1,4 +1,8 @@
-"""Changes that calls made to buffers and attributes of a copy; they are kept when it is captured again."""
+"""`CarriedState`: changes that calls have made to a copy's buffers and attributes, kept when it is captured again.
+
+A forward may count its calls or fill a cache. A call of another form captures the model anew from the original, which
+has none of these changes; so they are read from the old copy and written into the new one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 
 
 class BuiltState:
-    """The attributes of a copy's modules (`source`: its own code) at present, by their paths in the original."""
+    """Remembers the attributes of a copy's modules as they were built, to find those that calls have changed.
+
+    `source`: the copy's own code; modules are found by their paths in the original.
+    """
 
     def __init__(self, original: nn.Module, source: nn.Module) -> None:
         twins = {path: (module, twin_at(source, path)) for path, module in original.named_modules()}
@@ -33,11 +40,11 @@ class BuiltState:
         }
 
     def of_copy(self, original: nn.Module, source: nn.Module) -> BuiltState:
-        """The same for a deep copy of everything: changes here count as changes there."""
+        """The same for a deep copy of the model; attributes that have changed here count as changed there, too."""
         new = BuiltState(original, source)
         for path, name in self.changes():
             if path in new.states:
-                new.states[path].prints[name] = _MISSING
+                new.states[path].fingerprints[name] = _MISSING  # equal to no value's fingerprint
         return new
 
     def changes(self) -> dict[tuple[str, str], Any]:
@@ -58,7 +65,7 @@ class CarriedState:
 
     @classmethod
     def of(cls, built: BuiltState, original: nn.Module, source: nn.Module, without: Collection[int]) -> CarriedState:
-        """`without`: ids of buffers that do not count as state. An attribute that cannot be carried is an error."""
+        """`without`: ids of buffers that are not state (of folded norms). Changed attributes must be plain values."""
         attributes = built.changes()
         if lost := [f"{path}.{name}".lstrip(".") for (path, name), value in attributes.items() if not _is_plain(value)]:
             raise CaptureError(f"{AGAIN}, but {lost[0]} has changed since it was built, and would be lost; {LIKE_THIS}")
@@ -93,7 +100,7 @@ def twin_at(source: nn.Module, path: str) -> nn.Module | None:
             return None
         module = module._modules.get(name)
         while isinstance(module, StandIn):
-            module = module._stands_for()
+            module = module._replaced_module()
     return module
 
 

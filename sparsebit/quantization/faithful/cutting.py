@@ -1,4 +1,9 @@
-"""`cut`: a model is captured again, and the smallest modules whose graphs are wrong run their own code."""
+"""`cut`: captures a model again, with the smallest modules whose graphs are wrong running their own code.
+
+`proof.py` and `gradient_check.py` call it when a copy differs from the model's own code. The faulty modules are found
+by capturing every module with code on its own and comparing it on the inputs that it gets in the original
+(`Reference.smallest_differing`). They are noted in the blueprint's policy, so that no later capture tries them again.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modu
 
 log = logging.getLogger(__name__)
 
-# How often a model is captured again, each time with fewer modules as graphs, before a difference is only reported.
+# How often a model is captured again, each time with fewer graphs, before a difference is only reported.
 ATTEMPTS = 12
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A copy that differs (`found`: how) from the model's own code on a call, and what is needed to find out where."""
+    """A copy's difference (`found`) from the model's own code on a call, and what is needed to locate it."""
 
     qmodel: SimulatedModel
     call: Call
@@ -74,7 +79,7 @@ def captured_copy(
     """`module`, which is at `path` in the original, captured as the whole model was."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user is warned when the whole is built
-        transforms = () if path else qmodel.blueprint.transforms  # they know the whole graph
+        transforms = () if path else qmodel.blueprint.transforms  # written for the graph of the whole model
         policy = qmodel.blueprint.policy.below(path, module)
         blueprint = Blueprint.of(module, qmodel.config, policy, transforms=transforms)
         part = SimulatedModel.built_from(blueprint, example, form)
@@ -82,12 +87,12 @@ def captured_copy(
 
 
 def has_one_mode(qmodel: SimulatedModel) -> bool:
-    """Whether train mode differs from the original's by design."""
+    """Whether the copy's train mode differs from the original's by design: folded norms, captured eval branches."""
     is_folded = any(isinstance(module, Absorbed) for module in code_modules(qmodel))
     return is_folded or bool(qmodel.built.captured.eval_branches)
 
 
 def _with_code(model: nn.Module, policy: LeafPolicy, path: str = "") -> list[str]:
-    """The paths, from `path` down, of the modules whose own code can run in place of a graph: all but leaves."""
+    """The paths, from `path` down, of modules whose own code can run instead of a graph: all except leaves."""
     modules = model.get_submodule(path).named_modules(prefix=path)
     return [name for name, module in modules if has_forward(module) and not policy.is_leaf(module, name)]

@@ -1,4 +1,11 @@
-"""`FirstCalls`: compares the first call of each path through a `QuantModel` with the model's own code."""
+"""`FirstCalls`: compares the first call of each path through a `QuantModel` with the model's own code.
+
+`Proof` compares the calls that are known in advance: example inputs and the first calibration batch. Two kinds of calls
+are only known when they happen: the first call of a model that was built without example inputs, and a call for which a
+graph's guard fails, so that the module's own code runs with the copy's quantized, perhaps folded layers. That code may
+test `type(layer)` or read a folded norm, and would be wrong without an error; so it is compared once for each form of
+call, with quantization off, before it runs.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +39,9 @@ from sparsebit.quantization.quantizers.base import Quantizer
 log = logging.getLogger(__name__)
 
 _FIRST_CALLS = threading.RLock()
-_FORMS = 16  # number of call forms that are compared; each costs a few forwards
-# Algorithms that move factors between layers that are adjacent on the captured path.
+_FORMS = 16  # the most call forms that are compared; each costs a few forwards
+# Algorithms that move factors between layers that follow each other on the captured path: on another path, the layer
+# that undoes a factor may not run.
 _RESCALING = ("equalize", "smooth")
 
 
@@ -41,15 +49,14 @@ class FirstCalls:
     """Compares the first call, if there were no example inputs, and for every captured module the first calls, each
     of another form, that run its own code instead of its graph.
 
-    Other threads wait meanwhile. A call without real tensors (of an export, of a compiler) does not count as the first.
+    Other threads wait for it. A call without real tensors (an export, a compiler) does not count as the first.
     """
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
         self.qmodel, self.proof = qmodel, proof
         self.compares_sources = True  # whether own code that runs instead of a graph is compared
         self._is_comparing = False
-        # By a module's path and the form of its call: the difference that its own code shows with the copy's layers in
-        # it; "" if there is none.
+        # (path of the module, form of the call) -> how its own code, run with the copy's layers, differs; "" if equal.
         self.compared_sources: dict[tuple[str, Any], str] = {}
 
     def watch(self) -> None:
@@ -73,9 +80,9 @@ class FirstCalls:
         self._alone(lambda: self.proof.first_call_is_due, call, compare)
 
     def _before_source(self, region: Region, call: Call) -> None:
-        """Called before own code runs instead of its graph: it may test layers' types, and compute something else."""
+        """Called before a module's own code runs instead of its graph: raise if it computes something else."""
         path = next((path for path, known in self.qmodel.built.captured.regions.items() if known is region), None)
-        if path is None:  # of an earlier capture
+        if path is None:  # a graph of an earlier capture, which nothing refers to any more
             return
         where = f"this call{f' of {path}' if path else ''}"
         if rescaled := [name for name in self.qmodel.applied_algorithms if name in _RESCALING]:
@@ -119,7 +126,7 @@ class FirstCalls:
             reference = self.proof.reference(path)
         else:
             plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self.qmodel]))
-            _switch_off(plain)  # quantizers of recurrent weights are parametrizations of plain layers
+            _switch_off(plain)  # `QuantizedParameter`s are inside of layers, so they are still there
             modes = {name: module.training for name, module in plain.named_modules()}
             reference = Reference(plain, self.qmodel.device, training=plain.training, modes=modes)
         found = self._own_code_difference(reference, source, call)
@@ -128,7 +135,11 @@ class FirstCalls:
         return found
 
     def _folding_difference(self, path: str, call: Call) -> str:
-        """The same for a second copy with random norms: whether the folded layers compute the same on this path too."""
+        """How the own code with folded layers differs from the original's, if batch norms have random numbers.
+
+        With the norms of a new model, which are identities, folding has no effect, and a path that skips a norm or
+        runs it twice would look right.
+        """
         model = copy_model(self.qmodel.original)
         for module in model.modules():
             if isinstance(module, _BatchNorm):
@@ -144,7 +155,7 @@ class FirstCalls:
         randomness = Randomness.now()
         try:
             expected = reference.outcome(cloned(call), randomness)
-        except Exception as error:  # the user's own call raises it next
+        except Exception as error:  # the user's call, which follows, raises it
             log.debug("the model's own code fails: %s: %s", type(error).__name__, error)
             return ""
         shares = not may_write_parameters(reference.model)
@@ -156,6 +167,7 @@ class FirstCalls:
                 found = outcome_of(twin, cloned(call), buffers_of(twin, reference.model)).difference(expected)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
+        # Code whose own results vary from run to run proves nothing.
         return found if found is not None and reference.repeats(cloned(call), expected, randomness) else ""
 
 
@@ -167,7 +179,7 @@ def _switch_off(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _randomize(norm: _BatchNorm) -> None:
-    """Randomize a norm, because a new one is an identity, so that folding it would have no effect."""
+    """Set statistics and factors to random numbers that are far from an identity and never zero."""
     for name in ("weight", "bias", "running_mean", "running_var"):
         if getattr(norm, name) is not None:
             getattr(norm, name).uniform_(0.5, 1.5)

@@ -1,4 +1,8 @@
-"""`verify_training`: the gradients of one step, compared with those of the model's own code."""
+"""`verify_training`: compares the gradients of one step with those of the model's own code.
+
+Equal outputs do not imply equal gradients: a captured `detach`, a custom backward or a write through `.data` shows only
+here. Works like `Proof`: the smallest modules that differ run their own code, then the step is compared again.
+"""
 
 from __future__ import annotations
 

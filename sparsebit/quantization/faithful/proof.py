@@ -1,4 +1,14 @@
-"""`Proof`: the part of a `QuantModel` that compares it with the model's own code before it is trusted."""
+"""`Proof`: the part of a `QuantModel` that compares it with the model's own code before it is trusted.
+
+Tracing cannot be right for all Python code, so no graph is trusted without a comparison on real data. `proved` runs the
+original and the copy (quantization off) on the same inputs, random numbers and state. If they differ, `cut` lets the
+smallest wrong modules run their own code, and the comparison starts again, at most `ATTEMPTS` times. If that does
+not settle it, `qmodel.unproved` says why, and coverage reports it.
+
+Differences that are not the graph's fault are recognized in `is_harmless` (state of earlier calls, amplified rounding)
+and by running the original twice (code that is not deterministic). Comparing must not change anything: inputs, random
+numbers, and, with `keep_state`, buffers and attributes are restored.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +99,7 @@ class Proof:
         qmodel, self.is_due = self.qmodel, False
         if qmodel.built.root is not None and qmodel.built.root.bind(*call) is None:
             qmodel.capture_again(*call)
-            self.is_due = False
+            self.is_due = False  # capturing restarts calibration, which made the next batch due; this one is it
         if reason := self.why_not_comparable():
             log.info("%s is not compared with the model's own code: %s", occasion, reason)
             return None
@@ -105,9 +115,11 @@ class Proof:
         repeats = True
         for attempt in range(ATTEMPTS):
             found, outcome = self._compare(call, run, expected, keep_state)
-            if found is None or (outcome is not None and is_no_fault(qmodel, given, expected, randomness)):
+            if found is None or (outcome is not None and is_harmless(qmodel, given, expected, randomness)):
                 log.info("the copy computes what the model's own code computes on %s", occasion)
                 break
+            # The causes of a difference that no cut can remove: a user's transform, a user's op, code that is not
+            # deterministic. After that the smallest differing modules run their own code, and the loop compares again.
             if qmodel.blueprint.transforms:
                 names = ", ".join(map(name_of, qmodel.blueprint.transforms))
                 raise CaptureError(
@@ -121,7 +133,7 @@ class Proof:
                 qmodel.unproved = f"the model's own code returns another result when {occasion} runs again: {found}"
                 if not repeats or outcome is None or "" in qmodel.built.captured.untraced:
                     break
-                repeats = False  # a graph would return one of its results at every call
+                repeats = False  # a graph would return one of its results at every call, so its own code has to run
             elif attempt == ATTEMPTS - 1:
                 qmodel.unproved = f"the copy differs from the model's own code on {occasion}: {found}"
                 warnings.warn(f"{qmodel.unproved}; what it computes is not what the model computes", stacklevel=5)
@@ -131,7 +143,7 @@ class Proof:
             _put_back(call, given)
             outside.restore()
             randomness.restore()
-        if keep_state:  # parameters that the forward wrote into were restored
+        if keep_state:  # restoring parameters that the forward wrote into has increased their version counters
             qmodel.note_weights()
         return outcome
 
@@ -146,7 +158,7 @@ class Proof:
         return Reference(module, qmodel.device, training=modes.get("", qmodel.training), modes=modes)
 
     def why_not_comparable(self, path: str = "") -> str:
-        """Why the original's module at `path` may differ from the copy's for good reason; "" if it may not."""
+        """Why the original's module at `path` may differ from the copy's without a fault; "" if it may not."""
         qmodel = self.qmodel
         if not qmodel.has_built_weights:
             return "the weights have changed since the model was captured"
@@ -201,13 +213,13 @@ def _put_back(call: Call, given: Call) -> None:
             tensor.copy_(before)
 
 
-# --- differences that are no fault: a state that earlier calls moved, and rounding that the model amplifies
+# --- differences that are not a fault: state that earlier calls have changed, and rounding that the model amplifies
 
 
 _DISTURBED_RUNS = 3
 
 
-def is_no_fault(qmodel: SimulatedModel, call: Call, expected: Outcome, randomness: Randomness) -> bool:
+def is_harmless(qmodel: SimulatedModel, call: Call, expected: Outcome, randomness: Randomness) -> bool:
     """Whether the copy is right although it differs.
 
     Either earlier calls have changed a state that it keeps outside of buffers: then a new copy has the expected

@@ -1,4 +1,13 @@
-"""`SimulatedModel`: a captured copy of a model with quantizers in it, which runs calls of any form."""
+"""`SimulatedModel`: a captured copy of a model with quantizers in it, which runs calls of any form.
+
+A call takes one of four ways. The graph of the whole model runs, if there is one and the call has its form. If the call
+has another form, the model is captured again, which is only possible while the weights are those of the original. If a
+guard fails inside the graph, the model's own code runs with the copy's quantized layers. If the model could not be
+traced as a whole, its own code runs, with graphs in the place of the modules that could.
+
+`QuantModel` adds calibration, training and saving through the hooks `_record`, `rebuild` and `capture_again`; proofs
+use this class for single modules. Nothing here changes the original.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +44,12 @@ class SimulatedModel(nn.Module):
     built: Built
     plan: Plan
     model: nn.Module
-    unproved = ""  # why the copy is not known to compute what the model computes
+    unproved = ""  # why the copy may not compute what the model computes; empty if it was proved or not yet compared
     is_calibrating = False  # between prepare_calibration() and calc_qparams()
-    # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
+    # Whether the float model's outputs can no longer be computed: algorithms changed weights before the model was
+    # saved, or its batch norms were tuned.
     float_values_are_lost = False
-    float_parameters: FloatParameters  # weights and biases of the float model, of those that algorithms have changed
+    float_parameters: FloatParameters  # the float model's values of parameters that algorithms have changed
     applied_algorithms: tuple[str, ...] = ()  # algorithms that changed the calibrated model, by name in `ALGORITHMS`
 
     # --- building
@@ -47,7 +57,7 @@ class SimulatedModel(nn.Module):
     def _set_up(self, blueprint: Blueprint, example: Call | None, form: CallForm | None = None) -> None:
         self.blueprint = blueprint
         self.float_parameters = FloatParameters()
-        self.training = self.original.training  # when the model is captured again, all modules are put into this mode
+        self.training = self.original.training
         self._build(example, form)
 
     @classmethod
@@ -59,11 +69,11 @@ class SimulatedModel(nn.Module):
         return made
 
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
-        # Parameters that are made in inference mode could never be trained.
+        # Parameters that are created in inference mode could never be trained.
         with torch.inference_mode(False), undisturbed_randomness():
             self.built, self.plan = build(self.blueprint, example, form)
             self.model = self.built.model
-            self.training = self.model.training  # used when the model is captured again
+            self.training = self.model.training  # `rebuild` puts the next copy into this mode
             self._ran_source = False
             self.to(self.config.DEVICE)
         coverage = self.coverage
@@ -73,7 +83,7 @@ class SimulatedModel(nn.Module):
 
     @property
     def call_form(self) -> CallForm | None:
-        """How `forward` is called: constants by value, the other parameters as varying; None for an opaque model."""
+        """The form of the captured call: constant arguments by value, others as VARYING; None without a whole graph."""
         if self.built.root is None:
             return None
         return {**self.built.root.constants, **dict.fromkeys(self.built.root.inputs, VARYING)}
@@ -86,7 +96,7 @@ class SimulatedModel(nn.Module):
             self._record((args, kwargs))
             return output
         inputs = self.built.root.bind(args, kwargs)
-        if inputs is None:
+        if inputs is None:  # the call has another form than the captured one
             self.capture_again(args, kwargs)
             return self(*args, **kwargs)
         try:
@@ -127,18 +137,19 @@ class SimulatedModel(nn.Module):
             raise CaptureError(f"{AGAIN}, but its weights have changed, and would be lost; before that, {LIKE_THIS}")
         before, training = dict(self.named_parameters()), self.training
         self._build(example)
-        if training != self.original.training:  # otherwise the modes are those of the original, module by module
+        # The new copy has the original's modes, module by module; `train` would overwrite them all.
+        if training != self.original.training:
             self.train(training)
         _keep_parameters(self, before)
         self.note_weights()
 
     @property
     def has_built_weights(self) -> bool:
-        """Whether the weights, here and in the original, are unchanged since the model was built."""
+        """Whether the weights of the copy and of the original are unchanged since the model was built."""
         return self._built_weights == _versions(self)
 
     def note_weights(self) -> None:
-        """The current weights count from now on as those that the model was built with."""
+        """From now on treat the current weights as those that the model was built with."""
         self._built_weights = _versions(self)
 
     # --- looking inside
@@ -185,7 +196,8 @@ class SimulatedModel(nn.Module):
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
         wanted = {"weight": w_quant, "activation": a_quant}
-        # Uncalibrated ones first, as they raise. Replaced ones last: they must not differ from their replacements.
+        # Uncalibrated quantizers come first: they raise, and then nothing has been switched. Replaced ones come last:
+        # they check that their replacements are switched already.
         quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
             if wanted[quantizer.target]:
@@ -200,7 +212,7 @@ class SimulatedModel(nn.Module):
         return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:
-        """Every quantizer, including those that are switched off for good; `sites` has those of the plan by name."""
+        """Every quantizer, including those that are permanently off; `sites` has those of the plan by name."""
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 
     @property
@@ -216,7 +228,7 @@ class SimulatedModel(nn.Module):
 
 
 def code_modules(qmodel: SimulatedModel) -> list[nn.Module]:
-    """The modules of the copy's own code, also of those around which graphs were captured."""
+    """The modules of the copy's own code, and of the code that each graph replaces."""
     sources = (qmodel.source, *(region.source for region in qmodel.built.captured.regions.values()))
     return list({id(module): module for source in sources for module in source.modules()}.values())
 
@@ -247,6 +259,7 @@ def _keep_parameters(qmodel: SimulatedModel, before: dict[str, nn.Parameter]) ->
 
 
 def shown(form: CallForm) -> str:
+    """A call's form for messages: the arguments that vary, then the constants other than None."""
     given = [name for name, value in form.items() if value == VARYING]
     fixed = [f"{name}={value!r}" for name, value in form.items() if value != VARYING and value is not None]
     return ", ".join([*given, *fixed]) or "nothing"

@@ -1,7 +1,8 @@
-"""Which layers cost accuracy: the score of the quantized model with one layer in float, for each of the worst layers.
+"""`accuracy_gains`: which layers cost accuracy, by the score of the quantized model with one layer in float.
 
-The error of a layer's output (`profile`) shows how much a layer loses, not how much of that matters to the outputs. So
-the worst layers are those whose float version brings the outputs nearest to the float model's, on few samples.
+The error of a layer's output (`profile`) shows how much a layer loses, not how much of that matters to the outputs. A
+full evaluation for each layer would take too long. So every layer is made float once on few samples, and only the
+layers that bring the outputs nearest to the float model's are evaluated with the metric on all data.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sparsebit.records import AccuracyGains, LayerError, LayerGain
 from sparsebit.records.phases import phase
 
 NUM_LAYERS = 8
-_NUM_SAMPLES = 32  # for a trial of every layer, which selects those that are measured
+_NUM_SAMPLES = 32  # for the short trial of every layer, which selects the layers that are measured on all data
 METRICS = ("accuracy", "agreement")
 
 Metric = Callable[[Any], float]
@@ -85,13 +86,14 @@ def _measured(
     float_layers = FloatLayers(qmodel.built.captured, qmodel.float_parameters)
     with restored(qmodel):
         quantizers = qmodel.quantizers()
-        is_off = not any(quantizer.is_enable for quantizer in quantizers)  # completely: then every layer is switched on
+        # If quantization is off altogether, the quantized score is that with everything switched on.
+        is_off = not any(quantizer.is_enable for quantizer in quantizers)
         switches = {q: q.is_calibrated if is_off else q.use_quant for q in quantizers}
         judge = _judge(qmodel, batches, metric, float_layers)
 
         def score(layers: Iterable[str] | None = (), metric: Metric = judge.score) -> float:
             """The score with these layers in float; None: everything."""
-            for quantizer, on in switches.items():  # a metric may have changed the switches
+            for quantizer, on in switches.items():  # at each score, because the user's metric may switch quantizers
                 quantizer.use_quant = on
             qmodel.eval()
             with float_layers.of(layers):
@@ -102,14 +104,14 @@ def _measured(
             output_error = _OutputError(qmodel, batches, float_layers)
             every = track(worst, "outputs with a layer in float", fewest=2)
             left = {error.layer: score([error.layer], output_error) for error in every}
-            worst = sorted(worst, key=lambda e: left[e.layer])[:num_layers]  # stable: of equal ones, by their own error
+            worst = sorted(worst, key=lambda e: left[e.layer])[:num_layers]  # stable: ties stay in order of their SQNR
         scores: dict[str, float] = {}
         for error in track(worst, "accuracy with a layer in float", fewest=2):
             scores[error.layer] = score([error.layer])
             note(f"{error.layer} {scores[error.layer] - quantized:+.4f}")
         together = score([error.layer for error in worst]) if len(worst) != 1 else scores[worst[0].layer]
     rows = [LayerGain(e.layer, e.sqnr_db, scores[e.layer], scores[e.layer] - quantized) for e in worst]
-    rows.sort(key=lambda row: -row.gain)  # stable: of equal gains, the worst error first
+    rows.sort(key=lambda row: -row.gain)  # stable: with equal gains, the worst error comes first
     return AccuracyGains(judge.name, judge.num_samples, float_score, quantized, together, tuple(rows))
 
 
@@ -210,7 +212,11 @@ def _judge(qmodel: Any, batches: Iterable[Any], metric: str | Metric, layers: Fl
 
 @contextlib.contextmanager
 def _reading_float(layer: nn.Module, sources: Sequence[QIdentity]) -> Iterator[None]:
-    """Inside, the layer reads the inputs of `sources` instead of their outputs; their other readers do not."""
+    """Inside, the layer reads the unrounded inputs of the quantizers `sources`; other readers get rounded values.
+
+    Switching the quantizers off would change all readers. So hooks keep what went into each quantizer, and replace the
+    layer's arguments by it.
+    """
     seen: dict[nn.Module, tuple[Any, Any]] = {}
 
     def keep(source: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Top-1 of a classifier: the share of samples whose largest score is at the label or at the float model's class."""
+"""Top-1 accuracy of a classifier (against labels), and its agreement with the float model's classes (without)."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class LabelledBatches:
 
 
 class Agreement:
-    """The share of samples whose largest score is where it was at first; all passes need the same batches."""
+    """The share of samples with the same class as in the first pass. Every pass needs the same batches in one order."""
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
         self.batches, self.source, self.device = batches, model.original, model.device
-        # The checksum first: a model may write into its inputs.
+        # The checksum is computed before the forward, because a model may write into its inputs.
         self.expected = [(_checksum(call), predicted(model, call)[0]) for call in self._calls()]
         self.num_samples = sum(len(classes) for _, classes in self.expected)
         if not self.num_samples:

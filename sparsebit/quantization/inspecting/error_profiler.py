@@ -1,4 +1,10 @@
-"""The error of each layer and each site: values with and without quantization, on real data."""
+"""`profile`: the error of each layer's output and of each quantized tensor, on real data.
+
+A layer's error compares its output with and without quantization. "Alone" (`_profile_alone`): one float pass, in which
+each layer runs a second time with its own quantizers on, so all inputs are float. "Together" (`_profile_together`): a
+float pass keeps the outputs, a quantized pass compares with them, so errors add up along the network. A site's error is
+that of its own rounding and clipping (`SiteErrors`), measured in the pass without quantization.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +75,7 @@ def _calls(qmodel: SimulatedModel, verb: str, data: Any) -> Iterator[Call]:
 
 
 def _changed_by(qmodel: SimulatedModel) -> tuple[str, ...]:
-    """The algorithms after which the float weights are no longer those of the user's model."""
+    """The algorithms that changed weights, so that errors are relative to the changed weights, not to the user's."""
     if not (len(qmodel.float_parameters) or qmodel.float_values_are_lost):
         return ()
     return qmodel.applied_algorithms or ("before the model was saved",)
@@ -116,7 +122,7 @@ def profile_model(
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers with at least one calibrated quantizer, by name; a separate quantizer, by its site's name."""
+    """Layers with at least one calibrated quantizer, by the layer's name; separate quantizers by their site's name."""
     found: dict[str, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, QuantOpr):
@@ -214,7 +220,7 @@ def _switch(model: nn.Module, on: bool) -> None:
 
 
 def _stored_weights(model: nn.Module) -> Iterator[tuple[Quantizer, Tensor]]:
-    """Weights that exist without a forward; others are seen when they are computed."""
+    """The weights of quantizers that exist without a forward. Computed weights are observed when the forward runs."""
     for module in model.modules():
         if isinstance(module, WeightedQuantOpr):
             weight: Any = module.op.weight

@@ -1,4 +1,8 @@
-"""One quantizer on float values: the error of its own rounding and clipping, and a small histogram of the values."""
+"""`SiteErrors`: the error of one quantizer's own rounding and clipping, and a small histogram of the float values.
+
+Statistics are sums and at most 64 bins, so memory does not grow with the data. The histogram's bin width is a power of
+two that doubles when values fall outside; old bins then merge in pairs, so the result does not depend on the order.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import SiteError, ValueHistogram
 from sparsebit.records.error_profile import MOST_BINS
 
-# Values of one tensor that go into the histogram: counting all of them would take as long as a layer.
+# At most so many values of one tensor go into the histogram: counting all would take as long as running the layer.
 SAMPLE = 1 << 16
-# The width for values that are all the same: finer than float32 can tell apart, whatever values may follow.
+# The bin width for values that are all equal: finer than float32 can distinguish, because a width can only grow.
 _BITS_OF_ONE_VALUE, _EXPONENT_OF_ZERO = 40, -200
 
 
 class SiteErrors:
-    """Gathers tensors of one site in constant memory, after a transform that its quantizer applies (DoReFa)."""
+    """Errors of one site over many tensors. Values count after the quantizer's transform (DoReFa: tanh)."""
 
     def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
         self.quantizer = quantizer
@@ -86,7 +90,7 @@ class SiteErrors:
         self.peaks = found
 
     def _num_clipped(self, values: Tensor) -> int:
-        """Values that rounding alone would not change so much: outside of the range by more than half a step."""
+        """The number of values outside of the range by more than half a step: rounding alone changes none so much."""
         spec = self.quantizer.spec
         low, high = (end.detach() for end in self.quantizer.dequantized_range())
         margin = (high - low) / (spec.qmax - spec.qmin) / 2 if spec.format == "integer" else torch.zeros_like(low)
@@ -95,7 +99,7 @@ class SiteErrors:
 
 
 def _in_short(values: Tensor) -> tuple[float, ...]:
-    """The values in ascending order; of more than `MOST_BINS`, evenly spaced ones with both ends."""
+    """The values in ascending order; if there are more than `MOST_BINS`, a sample of evenly spaced ones."""
     ordered = values.float().flatten().sort().values
     if len(ordered) > MOST_BINS:
         ordered = ordered[torch.linspace(0, len(ordered) - 1, MOST_BINS).round().long()]
@@ -161,7 +165,10 @@ def _finest(low: float, high: float) -> int:
 
 
 def _sampled(values: Tensor) -> Tensor:
-    """At most `SAMPLE` values, evenly spread, with a stride that no dimension of the tensor is a multiple of."""
+    """At most `SAMPLE` values, at a stride that has no common factor with the size.
+
+    Otherwise all samples could come from the same channel.
+    """
     size = values.numel()
     step = -(-size // SAMPLE)
     while math.gcd(step, size) > 1:

@@ -25,7 +25,7 @@ def with_bits(config: QuantConfig, layers: Iterable[str], weights: Bits, activat
     for kind, bits in wanted.items():
         changed = _with_bits(config, kind, names, bits, merge=True)
         if any(count != changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()):
-            # Names that also match as nodes of torch.fx need one entry each.
+            # A glob may also match a layer by its torch.fx name (`a_0`): then each layer gets an entry of its own.
             changed = _with_bits(config, kind, names, bits, merge=False)
         assert all(count == changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()), kind
         config = changed
@@ -55,7 +55,7 @@ def _with_bits(config: QuantConfig, kind: Kind, names: list[str], bits: Bits, *,
 
 
 def _globs(fixed: Mapping[str, Settings], needed: set[str]) -> dict[str, Settings]:
-    """Names, or `prefix.*` if all layers below have the same settings and several of them need them.
+    """Entries by name, or by `prefix.*` if all layers below need the same settings, and there are several.
 
     >>> bit = (("QUANTIZER.BIT", 4),)
     >>> _globs({"a.0": bit, "a.1": bit, "b": bit, "c": ()}, {"a.0", "a.1", "b"})

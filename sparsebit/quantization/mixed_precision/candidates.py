@@ -25,8 +25,8 @@ Candidates = dict[str, dict[int, Quantizer]]
 def candidates_of(model: nn.Module, plan: Plan, wanted: Mapping[str, list[int]], calls: Iterable[Call]) -> Candidates:
     """`{site: {bits: calibrated quantizer}}`, switched on. Bits that the backend cannot run at a site are left out.
 
-    The site's own quantizer is used for its own bits. The ranges of activations come from one pass over `calls`, if a
-    site has other candidates: an observer that weighs rounding errors finds another range for other bits.
+    The site's own quantizer is used for its own bits. If an activation has other candidates, their ranges come from one
+    pass over `calls`: an observer that weighs rounding errors (mse) finds another range for other bits.
     """
     own = {module.name: module for module in model.modules() if isinstance(module, Quantizer)}
     weights = stored_weights(model)
@@ -44,7 +44,7 @@ def candidates_of(model: nn.Module, plan: Plan, wanted: Mapping[str, list[int]],
                 continue
             quantizer = quantizer_of(changed, present.backend, present.scale.numel(), present.observed_as)
             found[site][bits] = quantizer.to(present.scale.device)
-            if site in weights:
+            if site in weights:  # needs no data; ranges of activations are observed below, for all sites in one pass
                 quantizer.update_observer(weights[site])
                 quantizer.calc_qparams()
             else:
@@ -81,7 +81,7 @@ def quantized(quantizer: Quantizer, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _calibrate(model: nn.Module, waiting: Mapping[Quantizer, Sequence[Quantizer]], calls: Iterable[Call]) -> None:
-    """Ranges of activations; the candidates of one site share the gathered statistics."""
+    """Calibrate candidates for activations. Those of one site share the statistic, and compute their own ranges."""
 
     def observe(quantizer: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]

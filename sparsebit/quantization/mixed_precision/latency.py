@@ -37,7 +37,7 @@ _FLOAT, _DEFAULT = "float", "all that can be in integers"
 _MOST_TRIES = 5
 _TRIAL_S, _FINAL_S = 1.0, 4.0
 _GAP = 1e-3
-_REST = "(conversions beside layers that are always float)"
+_REST = "(conversions next to layers that are always float)"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class LatencySearch:
         return {**{name: getattr(self, name) for name in names}, "floats": list(self.floats)}
 
     def __str__(self) -> str:
-        rows = [f"limit {self.limit:.3f} of float's time: {_told(self.ratio, self.predicted)}"]
-        rows.append(f"all in integers: {_told(self.default_ratio, self.default_predicted)}")
+        rows = [f"limit {self.limit:.3f} of float's time: {_compared(self.ratio, self.predicted)}"]
+        rows.append(f"all in integers: {_compared(self.default_ratio, self.default_predicted)}")
         rows.append(f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}")
         return "\n".join([*rows, *(f"  {name}" for name in self.floats)])
 
@@ -127,7 +127,7 @@ class _Found(NamedTuple):
 
 
 class _Search:
-    """The measurements of the float file and of the one with all in integers, and the choices between them."""
+    """Measures the float file and the one with all in integers; from these it predicts and chooses placements."""
 
     def __init__(self, qmodel: QuantModel, found: Traced, scores: Sensitivity, max_bytes: float | None) -> None:
         self.qmodel, self.graph, self.watch = qmodel, found.graph, found.watch
@@ -140,7 +140,7 @@ class _Search:
         regions = self.watch.regions({_DEFAULT: self.files[_DEFAULT], _FLOAT: self.files[_FLOAT]})
         self.float_ms = regions[_FLOAT].total_ms
         summed = costs_of(self.graph, regions[_DEFAULT], regions[_FLOAT], self.default_ratio)
-        rest = max(0.0, self.float_ms - sum(summed.floating))  # not in any unit: changes of the memory layout
+        rest = max(0.0, self.float_ms - sum(summed.floating))  # time outside of units: changes of the memory layout
         self.default_predicted = (summed.of(self.graph, self.fixed) + rest) / self.float_ms
         self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
         own_bits = {name: site.spec.bits for name, site in qmodel.plan.items()}
@@ -176,7 +176,7 @@ class _Search:
             fastest = min(fastest, ratio)
             if is_fastest:
                 break
-            aim = min(aim * limit / ratio, 0.98 * aim)
+            aim = min(aim * limit / ratio, 0.98 * aim)  # by as much as the measurement was over, at least 2 %
         if self.default_ratio <= limit:
             return _Found(_DEFAULT, self.fixed, self.default_ratio, _MOST_TRIES)
         raise BudgetError(
@@ -248,7 +248,7 @@ def _weight_bytes(sites: Iterable[str], sizes: Mapping[str, int], own_bits: Mapp
 
 
 def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str, int]) -> dict[int, float]:
-    """The score of each unit in integers: of its weights, and its share of each tensor that it reads, by place.
+    """By place: each unit's score in integers, that of its weights plus its share of each tensor that it reads.
 
     A site's score is that of its own bits; scores may also contain other bits.
     """
@@ -305,6 +305,6 @@ def _time_budget(graph: TracedGraph, costs: Costs, fixed: Floats, limit_ms: floa
     return Budget("latency", limit_ms, {**rows, _REST: [always]}, pairs)
 
 
-def _told(measured: float, predicted: float) -> str:
+def _compared(measured: float, predicted: float) -> str:
     apart = f"{abs(predicted / measured - 1):.0%} apart" if measured else "not measured"
     return f"measured {measured:.3f}, predicted {predicted:.3f} by the sum of measured regions ({apart})"

@@ -1,4 +1,10 @@
-"""`search_bits`: chooses the number of bits of every site with the least loss within the budgets."""
+"""`search_bits`: chooses the number of bits of every site with the least loss within the budgets.
+
+The choice is an integer program (`numerics/choices`): one option per site and number of bits, costs are the scores of
+`sensitivity`, limits are budgets in bytes, mean bits, BOPs or costs of the user's. Sites whose bits one entry of a
+config sets are tied. The result is a config; a model is built from it as a check, because the config alone has to give
+the chosen bits. The calibrated model does not change.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +40,7 @@ from sparsebit.quantization.model.quant_model import QuantModel
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
 _FLOAT_BITS = 32
-# Scores are estimates: a choice that is proven to be this near to the best is as good as the best.
+# Scores are estimates, so a choice that is proven to be within this share of the best one is good enough.
 _GAP = 1e-4
 _REST = "(all else)"
 
@@ -159,7 +165,7 @@ def pareto_curve(
 
 
 class _Search:
-    """The parts that the integer programs of all wishes share."""
+    """Facts about sites, scores, candidate bits and ties, which the integer programs of all limits share."""
 
     def __init__(
         self, qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], scores: Scores, ties: Ties, time_limit: float
@@ -182,7 +188,7 @@ class _Search:
         self.scores = self.sensitivity.scores
         require_sites(self.scores, qmodel.plan)
         rows = [row for row in self.scores.values() if len(row) > 1]
-        if rows and not any(score for row in rows for score in row.values()):  # the program would take any bits
+        if rows and not any(score for row in rows for score in row.values()):
             warnings.warn(
                 "search_bits(): no tensor changes the outputs on this data, so all bits look equally good and the "
                 "choice is arbitrary; give data on which the outputs differ",
@@ -281,7 +287,7 @@ def _check_names(wish: Budgets) -> None:
 
 
 def _weight_costs(facts: SearchedSites, lists: Lists) -> dict[str, dict[int, float]]:
-    """Bytes; a weight that several sites read counts once."""
+    """The bytes of each weight site by bits; a weight that several sites read counts once."""
     costs: dict[str, dict[int, float]] = {}
     counted: set[int | None] = set()
     for site, choices in lists.items():
@@ -293,6 +299,7 @@ def _weight_costs(facts: SearchedSites, lists: Lists) -> dict[str, dict[int, flo
 
 
 def _bops(limit: float, facts: SearchedSites, lists: Lists) -> SiteBudget:
+    """Bit operations: bits of the weight times bits of the input times multiplications; float operands have 32."""
     costs: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     pairs: dict[tuple[str, str], dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     fixed = 0.0
@@ -312,6 +319,7 @@ def _bops(limit: float, facts: SearchedSites, lists: Lists) -> SiteBudget:
 
 
 def _ties(facts: SearchedSites, backend: str) -> list[tuple[str, ...]]:
+    """Sites that must have the same bits: those of one config entry, those that read one weight, and siblings."""
     groups: dict[tuple[bool, object], list[str]] = defaultdict(list)
     for site, fact in facts.sites.items():
         for layer in fact.layers:

@@ -1,4 +1,10 @@
-"""`sensitivity`: the loss that each quantized tensor causes at each number of bits, if it alone is quantized."""
+"""`sensitivity`: the loss that each quantized tensor causes at each number of bits, if it alone is quantized.
+
+Two ways. "gradient" scores all sites and bits with one forward and backward per batch: hooks replace each watched
+tensor by a leaf, and when its gradient arrives, multiply it by the rounding error of every candidate
+(`sensitivity_math.py` has the derivation). "kl" and "sqnr" run the model once per site and number of bits. All of it
+runs on the float model (`in_float`); the model and its switches are restored.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +131,7 @@ def sensitivity(
     _check(method, outputs, temperature, loss)
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
-    if activation_bits:  # their ranges need a separate pass
+    if activation_bits:  # the ranges of these candidates need another pass over the data
         require_repeatable(data, "sensitivity() and the ranges of activations")
     start = time.monotonic()
     wanted = _wanted_bits(qmodel, weight_bits, activation_bits)
@@ -280,9 +286,9 @@ class _Run:
 
 
 class _Watch:
-    """Forward hooks of one forward and backward pass: the products of errors and gradients of each site.
+    """The hooks of one forward and backward pass; `found` gets the products of errors and gradients of each site.
 
-    `count`: of samples; it is set before the first gradient is known.
+    `count`: the number of samples, which is set before the first gradient is known.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -309,7 +315,7 @@ class _Watch:
         return self._watched(output, lambda site, bits: quantized(candidates[site][bits], x) - x, quantizer.name)
 
     def _watched(self, output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
-        """The tensor in whose place `output` goes on, with what is to be done when its gradient is known."""
+        """Replaces `output` by a tensor with a hook that measures when its gradient is known."""
         leaf = output if output.requires_grad else output.detach().requires_grad_()
         if leaf is not output:
             self.leaves.append(leaf)
@@ -321,7 +327,8 @@ class _Watch:
                 known = self.found.get((site, bits))
                 self.found[site, bits] = product if known is None else known + product
 
-        # A view: other readers of the same tensor are not the site's. A copy of a leaf: it may be written into.
+        # Hooked on a view, because other ops that read the same tensor unquantized must not count. Of a leaf a copy is
+        # hooked: the model may write into it in place, which torch forbids for leaves that require a gradient.
         onward = leaf.clone() if leaf is not output else output.view_as(output)
         onward.register_hook(measure)
         return onward

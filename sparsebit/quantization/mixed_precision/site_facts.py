@@ -1,4 +1,8 @@
-"""Facts about a model's sites for budgets and ties: sizes, operations, and the layers whose config decides."""
+"""`facts_of`: what a bit search must know about a model's sites: sizes, multiplications, and shared config entries.
+
+Shapes come from one forward with hooks. `layers` of a site are the names whose config entries set its format: for a
+separate quantizer these are the layers that read it, so that all of its readers have to agree on the bits.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ class SiteFacts:
     parameter: int | None = None
 
     def num_bytes(self, bits: int) -> int:
-        """Packed without gaps, with a float scale per row (and a zero point if it is affine)."""
+        """The bytes with codes packed without gaps, a float scale for each row, and a zero point if it is affine."""
         num_codes = self.num_elements + (0 if self.symmetric else self.num_scales)
         return -(-num_codes * bits // 8) + 4 * self.num_scales
 
@@ -98,7 +102,7 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> SearchedSite
 
 
 def _readers(model: nn.Module) -> tuple[_Names, _Names]:
-    """The layers that read a separate quantizer; the input of each call of a layer: its quantizer, or node if float."""
+    """The layers that read each separate quantizer, and what each call of a layer reads: a quantizer, or a node."""
     of_site: _Names = defaultdict(list)
     inputs: _Names = defaultdict(list)
     for name_of_graph, root in model.named_modules():

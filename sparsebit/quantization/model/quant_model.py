@@ -2,8 +2,8 @@
 
 The class only connects its parts, each in the room of its name. Parts that keep state between calls are objects of the
 model (`proof`, `first_calls`, `calibration`, `qat`); parts without state are functions of the model, bound as
-methods at the end of the class. `SimulatedModel`, the base, is the captured copy itself: its origin and how it runs
-calls.
+methods at the end of the class. `SimulatedModel`, the base, is the captured copy: it holds the blueprint, the graphs,
+and the code that runs a call through them. The float model that was given is never changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
 from sparsebit.quantization.calibrating.calibration import Calibrator
-from sparsebit.quantization.exporting import export, export_checks, program
+from sparsebit.quantization.exporting import export, export_checks, export_file, program
 from sparsebit.quantization.faithful import gradient_check
 from sparsebit.quantization.faithful.first_calls import FirstCalls
 from sparsebit.quantization.faithful.proof import Proof, Verify
@@ -72,13 +72,13 @@ class QuantModel(SimulatedModel):
         super().__init__()
         if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise CaptureError(
-                f"QuantModel wants an nn.Module, not {type(model).__name__}; of TorchScript, which has no Python code, "
+                f"QuantModel takes an nn.Module, not {type(model).__name__}; TorchScript has no Python code to trace: "
                 "give the nn.Module that it was made from"
             )
         if any(isinstance(module, SimulatedModel) for module in model.modules()):
             raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
         if (config is None) == (plan is None):
-            raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")
+            raise ConfigError("QuantModel takes a config, or a plan, which contains its config: give one of the two")
         example = None if example_inputs is None else as_call(example_inputs, model)
         wanted = config if plan is None else plan.config
         assert wanted is not None
@@ -88,7 +88,10 @@ class QuantModel(SimulatedModel):
         self.first_calls.compares_sources = bool(verify)
 
     def _set_up(self, *args: Any, **kwargs: Any) -> None:
-        """Make the parts, and build. The parts are plain objects, not child modules, and are copied with the model."""
+        """Make the parts, then build: `_build` uses them already.
+
+        Parts are plain objects, not child modules: they are not in the `state_dict`, and are copied with the model.
+        """
         self.proof = Proof(self)
         self.first_calls = FirstCalls(self, self.proof)
         self.calibration = Calibrator(self, self.proof)
@@ -102,6 +105,8 @@ class QuantModel(SimulatedModel):
     # --- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The first call is compared on a copy of its inputs, and then runs normally. A calibration batch is compared on
+        # the same forward that gathers statistics: its outcome is returned, and the batch does not run twice.
         if self.proof.first_call_is_due and not self.is_calibrating:
             self.first_calls.verify((args, kwargs))
         if self.proof.is_due and self.is_calibrating:
@@ -280,3 +285,4 @@ class QuantModel(SimulatedModel):
     export_onnx = export.export_onnx
     export_program = program.export_program
     check_onnx = export_checks.check_onnx
+    export = export_file.export

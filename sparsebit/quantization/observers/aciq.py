@@ -27,7 +27,7 @@ NUM_STEPS, NUM_ROUNDS = 32, 4
 
 
 def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distortion: Distortion) -> Range:
-    """The model's range if it fits the data better than no clipping, `(R,)` each.
+    """The range of the best distribution model, or no clipping if that fits the data better, `(R,)` each.
 
     Two models propose a range: the whole distribution (about the mean; about zero for symmetric grids) and half of one
     about zero, as after a ReLU. Real activations often follow neither, and then a clip at 4 sigma has up to 90 times
@@ -53,7 +53,7 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distor
 
 
 def moments(histogram: Histogram, distribution: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, spread about it and about zero of each row, float64 `(R,)`; without zeros, which every grid has.
+    """Each row's mean, spread about the mean, and spread about zero, float64 `(R,)`. Zeros do not count: grids have 0.
 
     The spread is the distribution's scale parameter: root mean square for GAUS, mean absolute value for LAPLACE.
     """

@@ -1,4 +1,9 @@
-"""The squared error that candidate ranges would cause: exact on samples, by running integrals on histograms."""
+"""`Distortion`: the squared error that candidate ranges would cause, for all rows and all candidates at once.
+
+`SampleDistortion` quantizes the values themselves, for weights. `HistogramDistortion` uses a histogram's running sums,
+for activations. Both take ranges `low`, `high` of shape `(rows, candidates)`; the searches of `mse`, `kl` and `aciq`
+call them. Work is split into `slices`, so that temporaries stay within a core's cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,10 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerTensor, TensorSpec
 from sparsebit.quantization.observers.histogram import Histogram
 
-# Numbers in a temporary: a few MB stay in a core's cache.
+# The most elements of a temporary: a few MB stay in a core's cache.
 CELLS = 1 << 19
-# Up to here every level is looked up. Above, levels are as narrow as bins, and the error inside is step^2 / 12.
+# Up to so many bits every level is looked up. Above, levels are as narrow as bins, and the error of a rounded value is
+# step^2 / 12 on average.
 MOST_BITS_BY_LEVEL = 8
 
 # Rows up to this length are quantized themselves, longer ones are judged by their histogram.
@@ -47,7 +53,7 @@ class SampleDistortion:
         for part in slices(len(low), self.rows.shape[1] * low.shape[1]):
             steps = self.rows[part, None, :].float() / scale[part, :, None]
             codes = steps.round()
-            # Instead of clamp, which is five times as slow with tensors as bounds.
+            # minimum and maximum, because `clamp` with tensors as bounds is five times as slow.
             codes = torch.minimum(torch.maximum(codes, first[part], out=codes), last[part], out=codes)
             residual = codes.sub_(steps)
             error[part] = torch.linalg.vector_norm(residual, dim=2).square_()

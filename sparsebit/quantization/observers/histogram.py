@@ -4,6 +4,10 @@ The bins are spaced like floating-point numbers: every octave has the same numbe
 fixed fraction of the values in it. One far outlier does not change the resolution of all other values. The bins
 never move. So the counts depend on the values only, bit by bit: not on their order, nor on their distribution
 over batches or processes before a merge.
+
+A value's bin is found without a search: the value is multiplied by a power of two that puts the row's largest
+magnitude at a fixed float32 exponent, and the upper bits of the product (exponent and first mantissa bits) are its key.
+A new largest magnitude shifts all counts by whole octaves; values that fall below the lowest octave count as zeros.
 """
 
 from __future__ import annotations
@@ -16,16 +20,17 @@ from torch import Tensor
 
 from sparsebit.quantization.observers.statistics import NamedTensors, State, check_finite, check_num_rows, extremes
 
-# Counted down from that of the largest magnitude. Smaller values count as zero. An outlier of 1e9 leaves ten octaves.
+# From the octave of the largest magnitude down; smaller values count as zero. An outlier that is 1e9 times all other
+# values leaves ten octaves for these.
 NUM_OCTAVES = 40
 # Below the octaves of the bins: one for smaller values, and one for float32's subnormal numbers, which are rounded.
 OCTAVES_OF_ZEROS = 2
 # Bins in an octave, as a power of two. At 8, a bin at the top is 1/512 to 1/256 of the largest magnitude wide, no more
 # than an 8-bit level. A row takes 168 KB at 8, 42 KB at 6.
 BITS_OF_LONE_ROW, BITS_OF_MANY_ROWS = 8, 6
-# The exponent of a row of zeros, and the least of any row: float32 still has numbers 40 octaves below it.
+# The exponent of a row of zeros, and the least of any row: 40 octaves below it, float32 still has normal numbers.
 SMALLEST_EXPONENT = -80
-# Values binned at a time: temporaries of 8 MB are within 10 % of the fastest, whatever the size of the tensor.
+# Values that are binned at a time. Measured: temporaries of 8 MB are within 10 % of the fastest, for any tensor.
 CHUNK = 1 << 20
 
 
@@ -37,7 +42,7 @@ class Histogram(NamedTensors):
     """
 
     NAMES = ("raw", "zeros", "low", "high", "exponent")
-    # (R, 2, keys) int64: positive, negative; the keys of octaves from OCTAVES_OF_ZEROS on, those below are empty.
+    # (R, 2, keys) int64: positive, negative. The keys of the first OCTAVES_OF_ZEROS octaves are empty between updates.
     raw: Any
     zeros: Tensor  # (R,) int64: values that are zero or too small for the bins
     low: Tensor  # (R,) float32, <= 0
@@ -120,7 +125,8 @@ class Histogram(NamedTensors):
         are of.
         """
         scaled = magnitude / self._smallest[rows].view(-1, *[1] * (magnitude.ndim - 1))
-        key = (scaled.view(torch.int64) >> (52 - self.bits)).sub_((1023 << self.bits) - 1)  # by the fields of a float64
+        # The exponent and the upper mantissa bits of the float64; 1023 is the exponent's bias.
+        key = (scaled.view(torch.int64) >> (52 - self.bits)).sub_((1023 << self.bits) - 1)
         return key.clamp_(0, NUM_OCTAVES << self.bits)
 
     # --- adding
@@ -137,13 +143,13 @@ class Histogram(NamedTensors):
         first_key = torch.arange(num_rows, device=rows.device, dtype=torch.int32)[:, None] * (num_signs * num_keys)
         has_negative, zero = bool((low < 0).any()), factor.new_zeros(())
         for part in rows.split(max(1, max(CHUNK, 4 * self.raw.numel()) // num_rows), dim=1):
-            # The sum turns -0.0 into a plain zero; its sign would count otherwise.
+            # `addcmul` with zero turns -0.0 into 0.0, whose sign bit would otherwise make it negative.
             scaled = part.float() * factor if has_negative else torch.addcmul(zero, part.float(), factor)
             for another in more:
                 scaled *= another
             key = scaled.view(torch.int32)
             key >>= 23 - self.bits
-            if has_negative:
+            if has_negative:  # the shift keeps the sign bit: move keys of negative values behind those of positive ones
                 key.add_(key >> 31, alpha=-(sign_bit + num_keys))
             if num_rows > 1:
                 key += first_key
@@ -177,13 +183,13 @@ class Histogram(NamedTensors):
 
     def _count(self, keys: Tensor) -> None:
         flat = self.raw.view(-1)
-        if 8 * len(keys) < len(flat):
+        if 8 * len(keys) < len(flat):  # bincount would touch every bin for a few values
             flat.index_add_(0, keys, torch.ones_like(keys, dtype=torch.int64))
         else:
             flat += torch.bincount(keys, minlength=len(flat))
 
     def _grow(self, low: Tensor, high: Tensor) -> None:
-        """Makes room for `[low, high]`."""
+        """Make room for values in `[low, high]`, by shifting the counts if the largest magnitude grows."""
         low, high = low.clamp(max=0), high.clamp(min=0)
         if self.raw is None:
             is_lone = (self._num_rows or len(low)) == 1

@@ -1,4 +1,8 @@
-"""`LeveledHistogram`: a histogram in which samples that are far larger than the others count less."""
+"""`LeveledHistogram`: a histogram in which samples that are far larger than the others count less.
+
+One histogram for each octave of the samples' magnitude (its level); the weights are decided when a range is computed,
+since only then the usual level is known.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from sparsebit.numerics.spec import PerTensor, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import State
 
-# Number of histograms, of the highest levels: lower samples are counted at the lowest of these.
+# The most histograms: samples below the highest levels are counted at the lowest of these.
 MOST_LEVELS = 6
-# For tensors whose first dimension is their samples: images, and feature maps.
+# With so many dimensions the first one counts samples: images, and feature maps.
 FEWEST_DIMENSIONS = 4
 # Samples with a smaller weight do not widen the ranges that are tried.
 SMALLEST_WEIGHT = 0.05

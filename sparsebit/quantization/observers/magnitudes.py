@@ -20,7 +20,7 @@ _NO_GRID = 100  # from 2^100, or 1e30, ranges and sums overflow float32: no gap 
 
 @dataclass(frozen=True)
 class Apart:
-    """Numbers of at least `smallest`, and all others below `others`."""
+    """Two sides of a gap: numbers of at least `smallest`, and all others, which are below `others`."""
 
     smallest: float
     others: float
@@ -37,10 +37,11 @@ class GapRule:
     gap: int
 
 
-# 4,096, and 256 times all others. Massive activations reach some thousands, at most a hundred times the next values.
+# At least 4,096, and 256 times all others. Massive activations of language models reach some thousands, but at most a
+# hundred times the next values.
 ANYWHERE = GapRule(12, 8)
-# In front of a softmax a value that is 32 below the others is zero behind it, and a step of 1/8 is 12 %. A mask may
-# use -100 there, and float costs nothing: no runtime computes a softmax in integers.
+# Before a softmax the rule is laxer: a mask may use -100, because exp(-32) is zero already, and a grid with a step of
+# 1/8 changes a probability by 12 %. Float costs nothing there: no runtime computes a softmax in integers.
 BEFORE_SOFTMAX = GapRule(5, 2)
 
 
@@ -55,7 +56,7 @@ class Magnitudes:
         if x.numel() == 0 or torch.compiler.is_compiling():  # a compiled step cannot look at values
             return
         x = x.detach()
-        # On CPUs two passes beat aminmax.
+        # On CPUs two passes are faster than `aminmax`.
         largest = torch.stack((x.amin(), x.amax())).abs().amax()
         if not bool(torch.isfinite(largest)) or not bool(largest):
             return

@@ -1,4 +1,10 @@
-"""Observer: gathers the statistic of one tensor and turns it into a range; `register_observer` adds new kinds."""
+"""`Observer`: gathers the statistic of one tensor and turns it into a range; `register_observer` adds new kinds.
+
+Two parts, kept apart: a mergeable statistic (`statistics.py`, `histogram.py`), and the choice of a range from it
+(`range_of`). The invariant: statistics of batches or processes merge to the statistic of all data, so the range does
+not depend on how the data was divided. A `Quantizer` owns one observer, calls `update` in each calibration forward, and
+turns `calc_range` into scale and zero point.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +30,14 @@ ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
 
 Range = tuple[Tensor, Tensor]
 
-# An observer that assumes even steps between integers does not fit floats.
+# The FORMATS of observers that assume evenly spaced levels, which float formats do not have.
 EVEN_STEPS: frozenset[Format] = frozenset({"integer"})
 # A row's histogram with its running sums takes some 400 KB.
 ROWS_AT_A_TIME = 64
 
 
 class Observer(Generic[S]):
-    """The range of one tensor, from everything that `update` got.
+    """Computes the range of one tensor from everything that `update` got.
 
     A kind of observer defines its statistic (`new_statistic`) and the range computed from it (`range_of`).
     Rows, dtypes, empty batches, merging and state are the same for all of them. `FORMATS`: the number formats that it
@@ -110,7 +116,10 @@ class Observer(Generic[S]):
 
 
 class HistogramObserver(Observer[Any]):
-    """An observer that reads histograms (`histogram_range`): those of activations, and those of a weight's values."""
+    """An observer whose range comes from a histogram (`histogram_range`), for activations and for weights.
+
+    Activations are counted as they come. A weight's values are kept, and its rows counted when the range is computed.
+    """
 
     def new_statistic(self) -> Any:
         return Samples() if self.target == "weight" else Histogram()
@@ -120,7 +129,7 @@ class HistogramObserver(Observer[Any]):
         raise NotImplementedError
 
     def range_of(self, statistic: Any) -> Range:
-        """A few dozen rows at a time, to bound the memory."""
+        """The ranges of all rows, a few dozen rows at a time to bound the memory."""
         ends = []
         if isinstance(statistic, Histogram):
             parts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(statistic.low), ROWS_AT_A_TIME)]
@@ -164,7 +173,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
     if not isinstance(name, str):
         return register_observer(own_type(name), replace=replace, options=options)(name)
 
-    def file(kind: ObserverClass) -> ObserverClass:
+    def decorate(kind: ObserverClass) -> ObserverClass:
         is_observer = isinstance(kind, type) and issubclass(kind, Observer)
         if not is_observer or kind.range_of is Observer.range_of:
             raise ConfigError(
@@ -179,7 +188,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
             kind.OPTIONS = options
         return kind
 
-    return file
+    return decorate
 
 
 def build_observer(

@@ -1,4 +1,4 @@
-"""Ranges that follow from a statistic without a search: minmax, moving_average, percentile."""
+"""Observers whose range follows from the statistic without a search: minmax, moving_average, percentile."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MinMaxObserver(Observer[MinMax]):
 
 
 class MovingAverageOptions(Section):
-    # A weight has one batch. One that is computed in each forward is averaged with the default.
+    # For activations only: a weight is observed once. One that is computed in each forward has the default ratio.
     TARGETS: ClassVar[tuple[Target, ...]] = (ACTIVATION,)
 
     EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")

@@ -1,1 +1,1 @@
-"""Quantizable ops: one table, one wrapper."""
+"""The modules that run quantized ops, and the registration of a user's own."""

@@ -1,4 +1,8 @@
-"""The bias of a layer that runs in integers: it is added to the accumulator, so it is on the accumulator's grid."""
+"""`BiasRounding`: the int32 bias of a layer that runs in integers.
+
+The runtime adds the bias to the accumulator of `input code * weight code`, so the bias has the accumulator's scale,
+`input scale * weight scale`, and zero point 0.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,22 @@ from sparsebit.numerics.fake_quant import operator
 from sparsebit.quantization.quantizers.base import Quantizer
 
 INT32 = (-(1 << 31), (1 << 31) - 1)
-LARGEST_BIAS = float(1 << 30)  # leaves room for the sums
+LARGEST_BIAS = float(1 << 30)  # half of int32's range: the products are added to the bias
 
 
 class BiasRounding(nn.Module):
-    """`round(bias / s) * s` with s = input scale * weight scale, as int32; the runtime adds exactly these integers.
+    """`round(bias / s) * s` with s = input scale * weight scale; the runtime adds the integers `round(bias / s)`.
 
-    It has no state of its own, and does nothing in training (its step is some 1e-5 of the output's) or if one of the
-    two quantizers is off.
+    It has no state of its own. It returns the bias unchanged if one of the two quantizers is off, and in training: the
+    bias's step is some 1e-5 of the output's, so that training would not notice it.
     """
 
     def __init__(self, name: str, input_quantizer: Quantizer, weight_quantizer: Quantizer) -> None:
         super().__init__()
         self.name = name
-        # In a tuple: both are registered in other modules.
+        # In a tuple, so that they are not registered as children: they belong to other modules.
         self.sources = (input_quantizer, weight_quantizer)
-        self.seen: Tensor | None = None  # during calibration, for a layer that gets its bias as an argument
+        self.seen: Tensor | None = None  # the bias in calibration, for a layer that gets its bias as an argument
 
     @property
     def is_enable(self) -> bool:

@@ -1,7 +1,10 @@
-"""Layers and adds that the runtime executes in integers, simulated with the runtime's own arithmetic.
+"""Layers, adds and products that ONNX Runtime executes in integers, simulated with the kernels' own arithmetic.
 
-In eval mode the values are those of the integer kernels, bit by bit. In training, under a compiler and in an export the
-ops are plain fake-quant: the difference is far below the noise of training.
+In eval mode the values are equal to those of the integer kernels, bit by bit (`numerics/integer_kernels.py` has the
+formulas). In training, under a compiler and in an export the ops are plain fake-quant: the difference is far below the
+noise of training. Gradients are always those of the plain op (`with_gradient_of`).
+
+The modules refer to quantizers that other modules own; `building/attach_integer_ops.py` connects them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from sparsebit.numerics import integer_kernels
 from sparsebit.quantization.quantizers.base import Quantizer
 
-# Whole numbers up to 2^24 are exact in float32; half of that leaves room for intermediate sums.
+# Integers up to 2^24 are exact in float32; half of that leaves room for intermediate sums.
 LARGEST_EXACT = float(1 << 23)
 
 
@@ -24,7 +27,7 @@ class IntegerKernel(nn.Module):
 
     def __init__(self, *quantizers: Quantizer) -> None:
         super().__init__()
-        self.sources = quantizers  # in a tuple: they are children of other modules
+        self.sources = quantizers  # a tuple, so that they are not registered here: they are children of other modules
 
     @property
     def is_active(self) -> bool:
@@ -64,7 +67,7 @@ class IntegerLayer(IntegerKernel):
         if sums.numel() and sums.abs().max() >= LARGEST_EXACT:
             sums = compute(codes.double(), weight_codes.double()).round_().to(x.dtype)
         else:
-            sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to round to them
+            sums.round_()  # torch may run an algorithm that is inexact on integers (Winograd), but by less than 0.5
         step = _along(input_scale * weight_scale, sums.ndim, channel_axis)
         if bias is not None:
             sums.add_(torch.div(_along(bias, sums.ndim, channel_axis), step).round_())

@@ -1,8 +1,11 @@
 """Runs a layer's forward with another weight and bias, and its hooks around it; the layer itself is not changed.
 
-`torch.func.functional_call` swaps a module's parameters during the call, so other threads compute with them
-or even keep them. Here nothing is swapped: layers of torch are called by their functions, layers with their own
-forward through a twin, which shares everything but the two tensors.
+`torch.func.functional_call` swaps a module's parameters during the call, so other threads compute with the swapped
+ones, or even keep them. Here nothing is swapped: layers of torch are called by their functions (`F.linear`), layers
+with their own forward through a twin, an object of the same class that shares everything but the two tensors. Only a
+forward that was set on the instance, and refers to the layer itself, still needs the swap, and takes a lock.
+
+`ops/quant_opr.py` calls it with the quantized weight at every forward, so the common cases come first.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 _CONVS = frozenset({nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward})
 _TRANSPOSED_CONVS = frozenset({nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-# A forward set on an instance may refer to the layer itself: then only the layer's own tensors are read.
+# A forward that was set on an instance may refer to the layer itself, so its parameters have to be swapped: by one
+# thread at a time.
 _SWAPPING = threading.RLock()
 _ABSENT = object()
 Args = tuple[Any, ...]
@@ -36,7 +40,7 @@ Kwargs = dict[str, Any]
 
 def current_weight(layer: nn.Module) -> Tensor:
     """The weight that the next forward computes with, also if torch's own hooks compute it (pruning, weight norm)."""
-    with at_rest(layer):
+    with side_effect_free_reads(layer):
         for hook in list(layer._forward_pre_hooks.values()):
             if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
                 hook(layer, ())
@@ -46,8 +50,8 @@ def current_weight(layer: nn.Module) -> Tensor:
 
 
 @contextlib.contextmanager
-def at_rest(layer: nn.Module) -> Iterator[None]:
-    """Inside, reading the layer's weight has no side effect: in training a spectral norm takes a step at every read."""
+def side_effect_free_reads(layer: nn.Module) -> Iterator[None]:
+    """Inside, reading the layer's weight changes nothing: in training a spectral norm changes state at every read."""
     parametrizations: Any = getattr(layer, "parametrizations", None)
     parts = [layer, *(parametrizations.modules() if is_parametrized(layer) else ())]
     modes = [part.training for part in parts]
@@ -82,6 +86,8 @@ def forward_with(layer: nn.Module, weight: Tensor, bias: Tensor | None, args: Ar
 
 def call_with_hooks(layer: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """`layer(*args, **kwargs)` with `forward` instead of its own: hooks see the layer and its original arguments."""
+    # Backward hooks and global hooks need the machinery of `nn.Module.__call__`: a twin is called, whose hooks get the
+    # layer. Forward hooks alone are called below.
     if _has_any_global_hook() or layer._backward_hooks or layer._backward_pre_hooks:
         twin = object.__new__(type(layer))
         twin.__dict__.update(layer.__dict__, forward=forward)

@@ -1,7 +1,7 @@
-"""A parameter that code reads quantized: `self.weight` of a module returns the rounded values, wherever it is read.
+"""`read_quantized`: from then on `self.weight` of a module returns the quantized values, wherever code reads it.
 
 For parameters that no op of the graph owns: the stacked weights of a mixture of experts, the gates of an LSTM. Their
-module keeps its own code, and gets its own class (as `torch.nn.utils.parametrize` does it) in which reading the
+module keeps its own code, and gets a subclass of its class (as in `torch.nn.utils.parametrize`) in which reading the
 attribute goes through a quantizer. The parameter itself stays registered under its own name: optimizers, `state_dict`
 and `load_state_dict` see the float master weight.
 """
@@ -29,7 +29,7 @@ class QuantizedParameter(nn.Module):
     def __init__(self, owner: nn.Module, name: str, layer: str, weight_quantizer: Quantizer) -> None:
         """`layer`: the owner's path in the model."""
         super().__init__()
-        self._owner = (owner,)  # in a tuple: it is registered elsewhere
+        self._owner = (owner,)  # in a tuple, so that it is not registered as a child
         self.parameter_name, self.layer = name, layer
         self.weight_quantizer = weight_quantizer
         self.train(owner.training)
@@ -56,8 +56,8 @@ def read_quantized(owner: nn.Module, parameters: dict[str, QuantizedParameter]) 
     """From now on any code reads `owner`'s parameters of these names through their quantizers."""
     owner._modules[CHILD] = nn.ModuleDict(parameters)
     owner.__dict__["_reads"] = _Reads()
-    owner.__dict__.pop("_flat_weights", None)  # of recurrent layers: created at every read from now on
-    kind: Any = type(owner)  # mypy does not treat classes of modules as hashable
+    owner.__dict__.pop("_flat_weights", None)  # a recurrent layer's list of weights: made anew at every read
+    kind: Any = type(owner)  # Any, because mypy does not treat classes of modules as hashable
     owner.__class__ = _reading_class(kind, tuple(parameters))
 
 
@@ -93,7 +93,7 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
 @contextmanager
 def _remembering(module: Any) -> Iterator[None]:
-    """Inside, repeated reads of a parameter do not quantize it again: experts are read one after the other."""
+    """Inside, repeated reads of a parameter quantize it once: a mixture reads its stack anew for each expert."""
     reads: _Reads = module.__dict__["_reads"]
     if reads.values is not None:
         yield
@@ -116,7 +116,7 @@ def _getter(name: str) -> Any:
         values = self.__dict__["_reads"].values
         if values is None:
             return quantized(parameter)
-        # A value without an autograd history cannot be reused if a gradient is needed.
+        # A value that was computed under no_grad has no autograd history, and cannot be reused where one is needed.
         key = f"{name}@{torch.is_grad_enabled()}"
         if key not in values:
             values[key] = quantized(parameter)
@@ -134,7 +134,7 @@ def _setter(name: str) -> Any:
 
 
 def _forget_list(self: Any, value: Any) -> None:
-    """Torch assigns the list when weights are moved or copied; here it is created at every read."""
+    """Ignore torch's assignments to the list, which follow a move or a copy of the weights: it is made at each read."""
 
 
 def _flat_weights(self: Any) -> list[Any]:

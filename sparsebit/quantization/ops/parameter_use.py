@@ -1,7 +1,7 @@
-"""How a model uses its parameters: which of them are factors in matrix products and convolutions, and along which axis.
+"""Finds which parameters are operands of matrix products and convolutions, and along which axis they are summed.
 
-Observed in one forward, below autograd: every product of torch (linear, matmul, einsum, indexing and a product, grouped
-products) is one of a few operators there.
+One forward is observed with a `TorchDispatchMode`, below autograd: linear, matmul, einsum and grouped products are all
+one of a few ATen operators there. An operand belongs to a parameter if it has the same memory, or is a copy of a part.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsebit.graph.checking.outcome import cloned, state_kept, undisturbed_randomness
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 
-# By name: for each operand the axis along which products are summed up; None for an operand that is not a factor.
+# By operator: the axis of each operand along which products are summed up; None for one that is only added.
 _PRODUCTS: dict[str, tuple[int | None, ...]] = {
-    # The last one is transformers' own operator, used if torch has no grouped product.
+    # `grouped_mm_fallback` is an operator of transformers, which it uses if torch has no grouped product.
     **dict.fromkeys(("mm", "bmm", "_grouped_mm", "grouped_mm_fallback"), (-1, -2)),
     **dict.fromkeys(("mv", "linear", "mkldnn_linear"), (-1, -1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (None, -1, -2)),
@@ -41,7 +41,7 @@ class UseOfParameters(TorchDispatchMode):
         self.summed: dict[str, int] = {}
         self.channels: dict[str, int] = {}
         self._of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
-        self._held: list[Tensor] = []  # copies: while they are alive, no other tensor gets their memory
+        self._held: list[Tensor] = []  # copies are kept alive, so that no other tensor can get their memory's address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -53,7 +53,7 @@ class UseOfParameters(TorchDispatchMode):
         elif name == "convolution":
             kernel = self._of_storage.get(_storage(args[1]))
             if kernel is not None and args[1].shape == self.parameters[kernel].shape:
-                self.channels[kernel] = 1 if args[6] else 0  # in a transposed one the inputs come first
+                self.channels[kernel] = 1 if args[6] else 0  # args[6]: transposed, whose kernel is (in, out, ...)
         elif name in _COPIES:
             self._follow(args[0], result)
         return result
@@ -75,7 +75,10 @@ class UseOfParameters(TorchDispatchMode):
 
 
 def axis_of(parameter: Tensor, operand: Tensor, axis: int) -> int | None:
-    """The axis of the parameter that corresponds to the operand's axis, by its size; by its stride among several."""
+    """The axis of the parameter that corresponds to the operand's axis; None if size and stride do not determine it.
+
+    A view keeps both size and stride; a copy of a part keeps the size.
+    """
     if operand.ndim < -axis:
         return None
     size, stride = operand.shape[axis], operand.stride(axis)

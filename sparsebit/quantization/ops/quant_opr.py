@@ -1,4 +1,12 @@
-"""`QuantOpr`: an op with quantizers before it. `QIdentity`: a separate quantizer in the graph."""
+"""`QuantOpr`: an op with quantizers before it. `QIdentity`: a separate quantizer in the graph.
+
+These are the modules that a quantized graph calls: `WeightedQuantOpr` for layers that own their weight,
+`FunctionalWeightedQuantOpr` for `F.linear(x, w, b)`, `GatedQuantOpr` for silu and hardswish, `QIdentity` and `QShared`
+for tensors with several readers. `building/attach_quantizers.py` makes them; a user's own op subclasses `QuantOpr`.
+
+A wrapper passes for its layer: attributes, `isinstance`, hooks and parameter names are those of the layer, so that
+the model's own code and optimizers work unchanged. With all quantizers off, the values are those of the float op.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +36,8 @@ Op = nn.Module | Callable[..., Any] | str
 class QuantOpr(StandIn):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
 
-    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are read from its op, and
-    `isinstance(layer, nn.Linear)` has the op's result. Subclass it to register your own op (`register_qmodule`).
+    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are read from its op, and `isinstance(layer,
+    nn.Linear)` is true if it is for the op. Subclass it to register your own op (`register_qmodule`).
     """
 
     KIND: ClassVar[OpKind] = OpKind.UNARY
@@ -47,10 +55,10 @@ class QuantOpr(StandIn):
     ) -> None:
         """Constructors `__init__(self, org_module, config)` call it without arguments: `new` sets the rest."""
         super().__init__()
-        # Set if the runtime executes the layer in integers.
+        # Set by `attach_integer_ops` if the runtime executes the layer in integers.
         self.bias_rounding: BiasRounding | None = None
         self.integer: IntegerLayer | None = None
-        self.per_call: CallArithmetics | None = None  # instead of both, if calls have inputs of different grids
+        self.per_call: CallArithmetics | None = None  # instead of these two, if calls have inputs on different grids
         if op is not None and row is not None and input_quantizer is not None:
             self._fill(op, row, input_quantizer, weight_quantizer)
 
@@ -75,7 +83,7 @@ class QuantOpr(StandIn):
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch this op's weight and input quantizers on or off."""
-        # The input's first: it may raise.
+        # The input's quantizer first: it may raise, and then nothing has changed.
         for quantizer, wanted in ((self.input_quantizer, a_quant), (self.weight_quantizer, w_quant)):
             if quantizer is not None:
                 quantizer.enable_quant() if wanted else quantizer.disable_quant()
@@ -83,7 +91,7 @@ class QuantOpr(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*self.quantize_input(args, kwargs), **kwargs)
 
-    def _stands_for(self) -> nn.Module | None:
+    def _replaced_module(self) -> nn.Module | None:
         op: nn.Module | None = self.__dict__.get("_modules", {}).get("op")
         return op
 
@@ -96,8 +104,8 @@ class QuantOpr(StandIn):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself on quantized values."""
-        op: Any = self._modules.get("op")
-        if op is None:  # the op is not a module
+        op: Any = self._modules.get("op")  # `self.op` of a module would be a slow call of `__getattr__`
+        if op is None:  # a function, or a method's name
             op = self.op
         if isinstance(op, str):
             return getattr(args[0], op)(*args[1:], **kwargs)
@@ -113,7 +121,7 @@ class QuantOpr(StandIn):
             return getattr(op, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that only the layer has (`conv.stride`, `linear.weight`) are set where they are read, on it."""
+        """Set attributes that only the layer has (`conv.stride`, `linear.weight`) on the layer, where they are read."""
         op = self.__dict__.get("_modules", {}).get("op")
         is_own = op is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
         if not is_own and hasattr(op, name):
@@ -150,6 +158,7 @@ class WeightedQuantOpr(QuantOpr):
 
     def compute_layer(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward on its quantized input and weight, without its hooks."""
+        # The quantized input is a contiguous copy: an op may return a view of it where the model gets a new tensor.
         return with_own_tensors(self._compute_layer(args, kwargs), args)
 
     def _compute_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +181,7 @@ class WeightedQuantOpr(QuantOpr):
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
-    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, perhaps computed in the call."""
+    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, perhaps a computed one."""
 
     weight_quantizer: Quantizer
 
@@ -186,14 +195,15 @@ class FunctionalWeightedQuantOpr(QuantOpr):
         return self._rounded(args, kwargs)
 
     def stored_bias(self) -> Tensor | None:
-        """The bias as calibration saw it; it does not depend on any input."""
+        """The bias that calibration observed; only a bias that does not depend on the inputs is rounded."""
         return None if self.bias_rounding is None else self.bias_rounding.seen
 
     def _rounded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Round the bias to int32 and take the integer kernel's value, if the tensors have the shapes of a layer's."""
+        """Round the bias to int32 and use the integer kernel, if weight and bias have the shapes of a layer's."""
         call = (self.row, args, kwargs)
         places = (input_argument(*call, is_module=False), weight_argument(*call), bias_argument(*call))
         x, weight, bias = (_at(args, kwargs, place) for place in places)
+        # `F.linear` also takes a vector as weight and a bias that broadcasts, which no layer in a file has.
         if weight.ndim < 2 or (bias is not None and bias.shape != weight.shape[self.row.channel_axis :][:1]):
             return self.compute(*args, **kwargs)
         if bias is not None and self.bias_rounding is not None:
@@ -214,9 +224,9 @@ class FunctionalWeightedQuantOpr(QuantOpr):
 
 
 class MultipleInputsQuantOpr(QuantOpr):
-    """An op with several tensor inputs: it quantizes nothing itself; each of its inputs has a `QIdentity` before it.
+    """The base for a user's op with several tensor inputs. It quantizes nothing: a `QIdentity` is before each input.
 
-    The graph does not wrap such ops; this class is the base for those that users register.
+    Built-in ops with several inputs (add, matmul) are not wrapped at all.
     """
 
     KIND: ClassVar[OpKind] = OpKind.MULTI
@@ -226,7 +236,7 @@ class MultipleInputsQuantOpr(QuantOpr):
 
 
 class GatedQuantOpr(QuantOpr):
-    """`x * sigmoid(x)`, or with a hard sigmoid, where a runtime executes two integer ops: the gate is quantized too."""
+    """`x * sigmoid(x)`, or with a hard sigmoid, if a runtime executes two integer ops: it quantizes the gate too."""
 
     def __init__(self, op: Op, row: OpRow, input_quantizer: Quantizer, gate_quantizer: Quantizer) -> None:
         super().__init__(op, row, input_quantizer)
@@ -266,16 +276,16 @@ class QIdentity(QuantOpr):
 
 
 class QShared(nn.Module):
-    """Another place where a tensor on `owner`'s grid is read: after a max pool, a reshape, … nothing is rounded again.
+    """Marks a tensor that is on the grid of `owner` already, after a max pool, a reshape, …: nothing is rounded.
 
-    Runtimes require the pair of conversions there all the same, with the same numbers. It observes nothing and has no
-    scale or zero point of its own.
+    Runtimes require QuantizeLinear and DequantizeLinear at this place all the same, with the numbers of `owner`. It
+    observes nothing, and has no scale or zero point of its own.
     """
 
     def __init__(self, name: str, owner: Quantizer) -> None:
         super().__init__()
         self.name = name
-        self._owner = (owner,)  # in a tuple: it is registered elsewhere
+        self._owner = (owner,)  # in a tuple, so that it is not registered as a child
         self.notes_grid = False
 
     @property
@@ -309,7 +319,7 @@ def _forward_of(op: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def _in_integers(
     row: OpRow, integer: IntegerLayer, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Callable[..., Any]
 ) -> Any:
-    """The value of the integer kernel; `compute`: the plain op, whose gradients are taken if they are needed."""
+    """The integer kernel's value, with the gradients of `compute`, the plain op, if they are needed."""
 
     def sums(codes: Tensor, weight_codes: Tensor) -> Any:
         return compute(codes, weight_codes, None if bias is None else codes.new_zeros(bias.shape))

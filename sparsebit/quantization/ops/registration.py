@@ -41,7 +41,7 @@ def register_qmodule(
     # `torch.Tensor.erf` is the method that graphs call by its name.
     methods = [source.__name__ for source in sources if _is_method(source)]
 
-    def file(implementation: Implementation) -> Implementation:
+    def decorate(implementation: Implementation) -> Implementation:
         refuse_former_methods(implementation, "build_quantizer", "prepare_input_quantizer")
         if "_forward" in vars(implementation) and not {"compute", "forward"} & vars(implementation).keys():
             implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def register_qmodule(
         QMODULE_MAP.update(dict.fromkeys([*sources, *methods], row))
         return implementation
 
-    return file
+    return decorate
 
 
 def _is_method(source: Any) -> bool:

@@ -1,7 +1,8 @@
-"""The integer arithmetic of a layer that the model calls on several tensors: each call has its own input's grid.
+"""The integer arithmetic of a layer that the model calls on several tensors, each with a grid of its own.
 
-The grid is that of a `QIdentity` or `QShared` before the layer, which stores its name on its output tensor.
-The layer chooses by that name: so a model can be shared between threads.
+The int32 bias and the kernel's steps depend on the input's scale, so each grid needs its own. The `QIdentity` or
+`QShared` before the layer stores its quantizer's name on its output tensor, and the layer chooses by that name. The
+name is on the tensor rather than in the layer, so that several threads can run one model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Placement by measurement: the clock of this machine decides which layers run in integers."""
+"""Placement by measurement: times on this machine decide which layers run in integers."""
 
 from __future__ import annotations
 

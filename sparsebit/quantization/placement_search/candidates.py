@@ -77,8 +77,8 @@ def cheapest(graph: TracedGraph, costs: Costs) -> Floats:
     fixed = fixed_floats(graph)
     integer = [math.inf if place in fixed else ms for place, ms in enumerate(costs.integer)]
     conversions = [(left, right, costs.of_conversion(n)) for left, right, n in edges(graph)]
-    ours = cheapest_split(integer, costs.floating, conversions)
-    return frozenset(place for place, is_integer in enumerate(ours) if not is_integer)
+    sides = cheapest_split(integer, costs.floating, conversions)
+    return frozenset(place for place, is_integer in enumerate(sides) if not is_integer)
 
 
 def families(graph: TracedGraph) -> Iterator[tuple[str, Floats]]:

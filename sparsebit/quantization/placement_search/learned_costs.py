@@ -1,8 +1,8 @@
 """The times of units and conversions, learned from every profiled file, and the cheapest placement by them.
 
-One profile is not enough: the file with all in integers shows no conversion between an integer convolution and a float
-one, which also changes the memory layout and takes several times as long as the conversions that it shows. So each
-candidate is profiled, fast or not, and its measurements replace assumptions.
+One profile is not enough: in the file with all in integers there is no conversion between an integer convolution and a
+float one, which also changes the memory layout and takes several times as long as other conversions. So each candidate
+is profiled, whether it is fast or not, and its measurements replace assumptions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Direction = Literal["to integers", "to float"]
 
 
 @dataclass(frozen=True)
-class _Handed:
-    """The result of one unit, and the units that read it. The world outside is also a unit, and always float."""
+class _Transfer:
+    """The result of one unit, and the units that read it. The model's inputs and outputs are one unit, always float."""
 
     producer: int
     consumers: tuple[int, ...]
@@ -41,12 +41,12 @@ class _Handed:
 
 
 class LearnedCosts:
-    """Milliseconds of every unit on either side and of every conversion: means over the profiles."""
+    """Milliseconds of every unit, in integers and in float, and of every conversion: means over the profiles."""
 
     def __init__(self, graph: TracedGraph) -> None:
         self.fixed = fixed_floats(graph)
         self.size = len(graph.units)
-        self.handed = tuple(_handed(graph))
+        self.transfers = tuple(_transfers(graph))
         self._unit_of = {node: place for place, unit in enumerate(graph.units) for node in unit.nodes}
         self._units: dict[tuple[int, bool], list[float]] = defaultdict(list)
         self._conversions: dict[tuple[int, Direction], list[float]] = defaultdict(list)
@@ -63,11 +63,14 @@ class LearnedCosts:
         for region in times.regions:
             if not region.layers:
                 behind[self._unit_of.get(region.behind, self.size)] += scale * region.ms
-        for handed in self.handed:
-            direction = handed.direction(outside)
+        for transfer in self.transfers:
+            direction = transfer.direction(outside)
             if direction is not None:
-                self._conversions[handed.producer, direction].append(behind.pop(handed.producer, 0.0))
-        for place, ms in behind.items():  # a change of the layout between two units of one side
+                self._conversions[transfer.producer, direction].append(behind.pop(transfer.producer, 0.0))
+        for (
+            place,
+            ms,
+        ) in behind.items():  # a change of the memory layout between two units that are both float or integer
             if place < self.size:
                 spent[place] += ms
         for place, ms in enumerate(spent):
@@ -75,7 +78,7 @@ class LearnedCosts:
         self._fit()
 
     def _fit(self) -> None:
-        sizes = {handed.producer: handed.num_elements for handed in self.handed}
+        sizes = {transfer.producer: transfer.num_elements for transfer in self.transfers}
         for direction in self._rates:
             seen = [(sizes[place], _mean(ms)) for (place, way), ms in self._conversions.items() if way == direction]
             elements = sum(size for size, _ in seen)
@@ -86,18 +89,18 @@ class LearnedCosts:
         """The time of a unit; for a side that was never measured, its time on the other side."""
         return _mean(self._units.get((place, is_float)) or self._units.get((place, not is_float)) or [0.0])
 
-    def of_conversion(self, handed: _Handed, direction: Direction) -> float:
-        seen = self._conversions.get((handed.producer, direction))
-        return _mean(seen) if seen else _PER_CALL_MS + self._rates[direction] * handed.num_elements
+    def of_conversion(self, transfer: _Transfer, direction: Direction) -> float:
+        seen = self._conversions.get((transfer.producer, direction))
+        return _mean(seen) if seen else _PER_CALL_MS + self._rates[direction] * transfer.num_elements
 
     def of(self, floats: Floats) -> float:
         """The predicted time of a placement."""
         outside = floats | {self.size}
         total = sum(self.of_unit(place, is_float=place in floats) for place in range(self.size))
-        for handed in self.handed:
-            direction = handed.direction(outside)
+        for transfer in self.transfers:
+            direction = transfer.direction(outside)
             if direction is not None:
-                total += self.of_conversion(handed, direction)
+                total += self.of_conversion(transfer, direction)
         return total
 
     def cheapest(self, weight: float = 1.0) -> Floats:
@@ -105,20 +108,22 @@ class LearnedCosts:
         places = range(self.size)
         integer = [math.inf if place in self.fixed else self.of_unit(place, is_float=False) for place in places]
         floating = [self.of_unit(place, is_float=True) for place in places]
-        # A tensor is converted once for all its readers: a separate node pays for it, and infinite edges tie both.
-        nothings = [0.0] * (2 * len(self.handed))
-        integer, floating = [*integer, math.inf, *nothings], [*floating, 0.0, *nothings]
+        # A tensor is converted once for all its readers. A plain edge per reader would count it several times, so each
+        # transfer and direction has a helper node: the edge between producer and helper costs the conversion, and
+        # infinite edges put the helper on the other side as soon as one reader is there.
+        zeros = [0.0] * (2 * len(self.transfers))
+        integer, floating = [*integer, math.inf, *zeros], [*floating, 0.0, *zeros]
         paid: list[tuple[int, int, float]] = []
-        for up, handed in zip(itertools.count(self.size + 1, 2), self.handed, strict=False):
-            paid.append((handed.producer, up, weight * self.of_conversion(handed, "to float")))
-            paid += [(up, consumer, math.inf) for consumer in handed.consumers]
-            paid.append((up + 1, handed.producer, weight * self.of_conversion(handed, "to integers")))
-            paid += [(consumer, up + 1, math.inf) for consumer in handed.consumers]
+        for up, transfer in zip(itertools.count(self.size + 1, 2), self.transfers, strict=False):
+            paid.append((transfer.producer, up, weight * self.of_conversion(transfer, "to float")))
+            paid += [(up, consumer, math.inf) for consumer in transfer.consumers]
+            paid.append((up + 1, transfer.producer, weight * self.of_conversion(transfer, "to integers")))
+            paid += [(consumer, up + 1, math.inf) for consumer in transfer.consumers]
         sides = cheapest_split(integer, floating, paid, both_ways=False)
         return frozenset(place for place in places if not sides[place])
 
 
-def _handed(graph: TracedGraph) -> Iterator[_Handed]:
+def _transfers(graph: TracedGraph) -> Iterator[_Transfer]:
     outside = len(graph.units)
     readers: dict[int, dict[int, None]] = defaultdict(dict)
     sizes: dict[int, int] = defaultdict(int)
@@ -127,7 +132,7 @@ def _handed(graph: TracedGraph) -> Iterator[_Handed]:
         readers[producer][link.consumer if link.consumer >= 0 else outside] = None
         sizes[producer] = max(sizes[producer], link.num_elements)
     for producer, consumers in readers.items():
-        yield _Handed(producer, tuple(consumers), sizes[producer])
+        yield _Transfer(producer, tuple(consumers), sizes[producer])
 
 
 def _mean(values: list[float]) -> float:

@@ -9,29 +9,31 @@ _SMALLEST = 1e-12
 
 
 def cheapest_split(
-    ours: Sequence[float], theirs: Sequence[float], edges: Iterable[tuple[int, int, float]], *, both_ways: bool = True
+    first: Sequence[float], second: Sequence[float], edges: Iterable[tuple[int, int, float]], *, both_ways: bool = True
 ) -> tuple[bool, ...]:
-    """For each node whether it is on our side, so that the sum of all costs is the least.
+    """For each node whether it is on the first side, so that the sum of all costs is the least.
 
-    `ours[i]`, `theirs[i]`: the cost of node `i` on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid if
-    `i` and `j` are on different sides; not `both_ways`: only if `i` is on our side and `j` is not. Among equally
-    cheap splits, the one with the fewest nodes on our side is returned.
+    `first[i]`, `second[i]`: the cost of node `i` on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid if
+    `i` and `j` are on different sides; not `both_ways`: only if `i` is on the first side and `j` is not. Among equally
+    cheap splits, the one with the fewest nodes on the first side is returned.
 
     >>> cheapest_split([1.0, 5.0, 1.0], [3.0, 1.0, 3.0], [(0, 1, 0.5), (1, 2, 0.5)])
     (True, False, True)
     >>> cheapest_split([1.0, 5.0, 1.0], [3.0, 4.0, 3.0], [(0, 1, 2.0), (1, 2, 2.0)])
     (True, True, True)
     """
-    flow = _Flow(len(ours) + 2)
-    source, sink = len(ours), len(ours) + 1
-    for node, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        flow.add(source, node, other)
-        flow.add(node, sink, mine)
+    # A cut separates the first side, with the source, from the second, with the sink. A node on the first side has its
+    # edge to the sink cut, so that edge carries its cost there; likewise for the second side.
+    flow = _Flow(len(first) + 2)
+    source, sink = len(first), len(first) + 1
+    for node, (on_first, on_second) in enumerate(zip(first, second, strict=True)):
+        flow.add(source, node, on_second)
+        flow.add(node, sink, on_first)
     for left, right, cost in edges:
         flow.add(left, right, cost, cost if both_ways else 0.0)
     flow.run(source, sink)
     reached = flow.levels(source)
-    return tuple(reached[node] >= 0 for node in range(len(ours)))
+    return tuple(reached[node] >= 0 for node in range(len(first)))
 
 
 class _Flow:
@@ -66,7 +68,7 @@ class _Flow:
                 pass
 
     def _push(self, source: int, sink: int, levels: list[int], tried: list[int]) -> bool:
-        """Fill one path of the level graph; an explicit stack, since paths are as long as the network is deep."""
+        """Fill one path of the level graph. No recursion: paths are as long as the network is deep."""
         path: list[int] = []
         node = source
         while node != sink:

@@ -1,4 +1,8 @@
-"""`PlacementProfile`: which sites a measurement left out, where it was made, and the gain of each choice; JSON."""
+"""`PlacementProfile`: the result of a placement search as JSON: sites that stay float, the machine, times of choices.
+
+A profile is valid for one model architecture and one backend (`check` raises otherwise); on another processor or
+version of the runtime it is used with a warning.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 The model is traced once. Every candidate is that graph with other quantizers left out, as the export would write it, so
 a candidate takes a second. All in float is always a candidate, so the result is never slower than float.
+
+The loop (`_Search.run`): time a candidate in turns with float and the best one, profile its kernels, add the profile to
+`LearnedCosts`, and let these propose the next candidate. A candidate replaces the best one if it is clearly faster and
+its outputs, or the user's metric, are as good as the default placement's.
 """
 
 from __future__ import annotations
@@ -109,10 +113,10 @@ def apply_placement(qmodel: QuantModel, placement: PlacementProfile | str | os.P
     warning: its times are not those of this machine.
     """
     profile = placement if isinstance(placement, PlacementProfile) else PlacementProfile.load(placement)
-    if told := profile.check(qmodel):
+    if differences := profile.check(qmodel):
         warnings.warn(
-            f"the placement profile was measured elsewhere ({'; '.join(told)}); what is fast there may not be here: "
-            "placement='measured' measures again",
+            f"the placement profile was measured elsewhere ({'; '.join(differences)}); what is fast there may not be "
+            "here: placement='measured' measures again",
             stacklevel=users_level(),
         )
     return _applied(qmodel, profile)
@@ -176,7 +180,7 @@ class _Search:
             self.attempt(name, floats)
 
     def _more(self) -> Iterator[tuple[str, Floats]]:
-        """More: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best one."""
+        """Further candidates: the cheapest by the costs so far, kinds of ops in float, changes to the best one."""
         yield from self._cheapest()
         for weight in (0.7, 1.4):
             yield f"cheapest, conversions x {weight:g}", self.costs.cheapest(weight)
@@ -198,7 +202,7 @@ class _Search:
                     yield name, changed ^ floats ^ self.floats[self.best]
 
     def _cheapest(self) -> Iterator[tuple[str, Floats]]:
-        """The cheapest placements, until one comes back that was tried: its time is known then, and none is cheaper."""
+        """The cheapest placement by the costs so far, again and again, until it is one that was tried already."""
         for _ in range(_MOST_CUTS):
             floats = self.costs.cheapest()
             if self._left_out(floats) in self.left_out.values():
@@ -255,7 +259,7 @@ class _Search:
             return False
         started = time.perf_counter()
         keeps = self.judge(self.left_out[name])
-        self.deadline += time.perf_counter() - started  # the time is for candidates
+        self.deadline += time.perf_counter() - started  # the user's metric does not count against `seconds`
         return keeps
 
     def judged(self, judge: _Judge) -> str:

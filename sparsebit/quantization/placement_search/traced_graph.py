@@ -1,7 +1,10 @@
 """The exported graph as a placement sees it: units that run in integers or in float, and the tensors between them.
 
 A unit is one op with the ops that runtimes fuse into it: a convolution and its ReLU, a matrix product and its bias, the
-two ops of a SiLU. It comes from the graph in which each quantizer is one node, so that no model is exported twice.
+two ops of a SiLU. Units are found in the traced ONNX graph in which each quantizer is one node. `file` writes a
+placement: it removes the quantizers that are left out from a copy, and lowers that as the export does.
+
+Units are numbered by their place in `units`; a placement is the set of places that run in float.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _WEIGHTED = ("convolution", "depthwise convolution", "linear")
 
 @dataclass(frozen=True)
 class FusedUnit:
-    """One op and what is fused into it. `layer`: whose weight it reads; empty for an op without one.
+    """One op and what is fused into it. `layer`: the layer whose weight it reads; empty for an op without a weight.
 
     `can_be_integer`: all its inputs are quantized and, except for a linear layer, also its result.
     """
@@ -53,7 +56,7 @@ class FusedUnit:
 
 @dataclass(frozen=True)
 class Link:
-    """A tensor from one unit to another: `-1` is the world outside. `sites`: the quantizers that it passes."""
+    """A tensor from one unit to another; -1: an input or output of the model. `sites`: the quantizers it passes."""
 
     producer: int
     consumer: int
@@ -62,7 +65,7 @@ class Link:
 
 
 class TracedGraph:
-    """`units` in the order of execution, `links` between them. `owners`: sites by the names of those who share them."""
+    """`units` in the order of execution, `links` between them. `owners`: the name of a `QShared` -> its site."""
 
     def __init__(self, model: ir.Model, opset: int, owners: Mapping[str, str], *, pads_channels: bool) -> None:
         self.model, self.opset, self.owners, self.pads_channels = model, opset, owners, pads_channels
@@ -89,7 +92,7 @@ class TracedGraph:
         return frozenset(everything - needed)
 
     def _own(self, sites: Iterable[str]) -> Iterator[str]:
-        """The sites whose numbers these have."""
+        """The sites whose scale and zero point these have: the owner's for a `QShared`."""
         return (self.owners.get(site, site) for site in sites)
 
     def file(self, left_out: Iterable[str], profile: RuntimeProfile) -> bytes:
@@ -131,7 +134,7 @@ def _is_bias_of(tag: str, gone: set[str], node: ir.Node) -> bool:
 
 
 class _Parts:
-    """Nodes of the graph joined to units."""
+    """Joins the nodes of the graph to units. `joined`: a node -> the node that it is fused into, or itself."""
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph

@@ -46,11 +46,16 @@ def traced(
 
     `verb`, `wish`: for messages, the called function and the user's request.
     """
-    runtime = PROFILES[qmodel.config.BACKEND].executes
+    runtime = PROFILES[qmodel.config.BACKEND].timed_in
     if runtime is None:
         raise ConfigError(
-            f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files; set BACKEND: "
-            "onnxruntime or openvino, or measure on the machine that has it"
+            f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files in the time of the device; "
+            "set BACKEND: onnxruntime or openvino, or measure on the machine that has it"
+        )
+    if (ending := PROFILES[qmodel.config.BACKEND].ending) != ".onnx":
+        raise ConfigError(
+            f"{wish} with BACKEND: {qmodel.config.BACKEND}: placements are tried as ONNX files, which are made in a "
+            f"second, and a {ending} file takes a compiler; keep layers in float by name (W.SPECIFIC and A.SPECIFIC)"
         )
     require_runtime(runtime)
     check_ready(qmodel, verb)
@@ -72,7 +77,7 @@ def traced(
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:
-    """The first samples one by one, as in use."""
+    """The first samples, each as a call of its own: files are timed with single samples."""
     found: list[Call] = []
     signature = inspect.signature(qmodel.original.forward)
     for call in calls(batches, qmodel.original, qmodel.device):

@@ -1,4 +1,8 @@
-"""Chains that run as one op (conv + batch norm + activation, add + relu): only the first one quantizes its input."""
+"""Finds chains that a runtime fuses into one op (conv + batch norm + activation, add + relu).
+
+Only the first op of a chain quantizes its input: between fused ops there is no tensor to round. The file has the name
+of the config key that switches this off, `SCHEDULE.DISABLE_UNNECESSARY_QUANT`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ _RELUS = frozenset({"relu", "relu6", "hardtanh"})
 def absorbed_by(
     graph: fx.Graph, rows: dict[fx.Node, OpRow], activations: frozenset[str] | None
 ) -> dict[fx.Node, fx.Node]:
-    """Per absorbed node, the one before it in the chain. `activations`: those that a runtime absorbs; None: all."""
+    """Maps each absorbed node to the one before it in its chain.
+
+    `activations`: names of the activation functions that the runtime fuses; None: all.
+    """
     absorbed: dict[fx.Node, fx.Node] = {}
     heads: dict[fx.Node, str] = {}
     for node in (node for node in graph.nodes if node in rows):
@@ -35,6 +42,7 @@ def chain_end(node: fx.Node, absorbed: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _joins(row: OpRow, head: str, before: OpRow, activations: frozenset[str] | None) -> bool:
+    """Whether an op is fused into the chain that begins with a `head`, after the op `before`."""
     if before.is_activation:
         return False
     if row.name == "batch_norm":

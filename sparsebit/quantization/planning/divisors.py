@@ -13,14 +13,15 @@ from torch import fx
 
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 
-NOT_ZERO = "what it computes is divided by, or its logarithm is taken: rounded to zero it would give infinity"
+NOT_ZERO = "its result is a divisor, or its logarithm is taken: rounded to zero it would make infinity"
+# Ops, by name, whose second or first operand must not be zero.
 _BY_SECOND = frozenset(
     {"div", "divide", "true_divide", "truediv", "itruediv", "floordiv", "ifloordiv", "floor_divide", "remainder"}
     | {"fmod", "mod", "imod", "__truediv__", "__floordiv__", "__mod__"}
 )
 _BY_FIRST = frozenset({"log", "log2", "log10", "rsqrt", "reciprocal", "logit", "digamma", "lgamma", "__rtruediv__"})
 _POWERS = frozenset({"pow", "ipow", "__pow__", "float_power"})
-# Rows whose output does not depend on how small their input is.
+# Ops that mix many values or saturate, so that their result does not become zero where one input is rounded to zero.
 _ENDS = frozenset(
     {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
     | {"rms_norm", "softmax", "log_softmax", "sigmoid", "softplus"}
@@ -44,8 +45,8 @@ def reads_as_divisor(node: fx.Node) -> set[fx.Node]:
     return {source for source in found if isinstance(source, fx.Node)}
 
 
-def divisor_makers(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
-    """Ops whose result is only used in divisors."""
+def divisor_only_ops(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
+    """Ops whose result is only used in divisors: these stay in float, back to the op where many values are mixed."""
     makers: set[fx.Node] = set()
     for node in (node for node in reversed(graph.nodes) if node.op.startswith("call_") and node.users):
         is_end = node in rows and (rows[node].kind is OpKind.WEIGHTED or rows[node].name in _ENDS)

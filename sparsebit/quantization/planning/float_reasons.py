@@ -4,9 +4,9 @@ from __future__ import annotations
 
 SWITCHED_OFF = ("QUANTIZER.DISABLE is true in the config", "SKIP_TRACE_MODULES keeps it in float")
 COMPLEX = "it computes with complex numbers, which have no integer format"
-HIDDEN = "a mask hides values in it with minus infinity (or a number as large): it has no grid"
-MASKED = "it holds numbers of a mask, far beyond all other values, and a grid that reaches them has one code for these"
+HIDDEN = "a mask hides values in it with minus infinity (or a number as large), and no grid fits both"
+MASKED = "it holds numbers of a mask, far beyond all other values: a grid with them has one code for all others"
 VECTOR = "biases, norms and other vectors stay float"
-TABLE = "no matrix product reads it: tables and factors of values stay float"
-UNEXPLAINED = "its module's own code reads it, and how is not known: pass example_inputs"
-UNCALLED = "the captured path does not read it, and how other paths do is not known"
+TABLE = "no matrix product reads it: tables and elementwise factors stay float"
+UNEXPLAINED = "its module's own code reads it, and it is not known how: pass example_inputs"
+UNCALLED = "the captured path does not read it, and it is not known how other paths do"

@@ -1,4 +1,4 @@
-"""Raises for weight groups that a backend does not support, when the model is planned and shapes are known."""
+"""Raises for weight groups that a backend does not support. Called while planning, when shapes are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_group_format(layer: str, spec: TensorSpec, shape: Sequence[int], backe
     if not isinstance(spec.granularity, PerGroup):
         return
     length, size = shape[spec.granularity.axis], spec.granularity.size
-    if len(shape) == 2 and length <= size:  # one group: a scale per channel, and written so
+    if len(shape) == 2 and length <= size:  # a single group is written as one scale per channel
         return
     if runs.group_bits is not None and spec.bits not in runs.group_bits:
         allowed = " or ".join(map(str, sorted(runs.group_bits)))

@@ -1,8 +1,12 @@
 """Groups the requests of a graph's ops into sites: one tensor in one format has one quantizer.
 
-The quantizer is inside the op if that op alone reads the tensor, else in a separate node. If the tensor's memory is
-written in place later, each reader after the write gets its quantizer where it reads: a quantizer makes a copy, which
-no write reaches.
+In: the `Requests` that `plan.py` collected (which op wants which input, output or weight quantized, with which config).
+Out: a `RegionPlacement`, which says where each quantizer goes. The quantizer is inside the op if that op alone reads
+the tensor, else in a separate node.
+
+The hard part is memory that is written in place between two readers. They read different values of one tensor, so
+requests are grouped by the number of writes before the reader, and each group gets its own quantizer where it reads: a
+quantizer makes a copy, which a later write does not change.
 """
 
 from __future__ import annotations
@@ -26,8 +30,11 @@ from sparsebit.quantization.planning.writes import Writes
 
 
 @dataclass
-class Wants:
-    """The requests of a graph's ops: `inputs[consumer][source]`, ...; `gates`: `silu` with a quantized sigmoid."""
+class Requests:
+    """The tensors that a graph's ops want quantized, each with its config: `inputs[consumer][source]`, `outputs[op]`, …
+
+    `gates`: ops like `silu` whose inner sigmoid is quantized, too.
+    """
 
     inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
     outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
@@ -41,7 +48,7 @@ AddSite = Callable[[str, TensorConfig, int], str]
 
 @dataclass
 class _Group:
-    """One tensor (`source`) under one config, and all ops that read it so; `num_writes`: earlier writes into it."""
+    """One tensor (`source`) in one format, and all ops that read it so; `num_writes`: earlier writes to its memory."""
 
     source: fx.Node
     config: ActivationConfig
@@ -58,12 +65,12 @@ class Grouping:
         path: str,
         root: fx.GraphModule,
         rows: dict[fx.Node, OpRow],
-        wants: Wants,
+        requests: Requests,
         add_site: AddSite,
         free_name: Callable[[str], str],
         wrapped: dict[int, nn.Module],
     ) -> None:
-        self.path, self.root, self.rows, self.wants = path, root, rows, wants
+        self.path, self.root, self.rows, self.requests = path, root, rows, requests
         self.add_site, self.free_name, self.wrapped = add_site, free_name, wrapped
         self.calls = Counter(node.target for node in root.graph.nodes if node.op == "call_module")
         self.outputs: dict[fx.Node, tuple[str, ActivationConfig]] = {}  # the first site of each quantized output
@@ -80,39 +87,48 @@ class Grouping:
                 inside[group.consumers[0]] = group
             else:
                 placement.tensors.append(self._alone(group))
-        taught = [node for node in self.wants.inputs if self.rows[node].implementation is not None]
-        for node in dict.fromkeys([*inside, *self.wants.weights, *taught, *self.wants.gates]):
+        # Ops with a registered class are wrapped even if all their quantizers are separate: the class runs the op.
+        registered = [node for node in self.requests.inputs if self.rows[node].implementation is not None]
+        for node in dict.fromkeys([*inside, *self.requests.weights, *registered, *self.requests.gates]):
             placement.ops.append(self._inside(node, inside.get(node)))
         return placement
 
     def _groups(self) -> list[_Group]:
-        """Outputs first: an op that requests another format for such a tensor reads it quantized, as in the runtime."""
+        """All requests, grouped by tensor, format and number of earlier writes.
+
+        Outputs come first, and are inserted first: an op that requests another format for a quantized output reads the
+        rounded tensor, as in the runtime.
+        """
         groups: dict[tuple[Any, ...], _Group] = {}
 
         def group_of(source: fx.Node, config: ActivationConfig, num_writes: int) -> _Group:
             return groups.setdefault((source, *_format_of(config), num_writes), _Group(source, config, num_writes))
 
-        for node, config in self.wants.outputs.items():
+        for node, config in self.requests.outputs.items():
             if not self.writes.any_after(node):
                 group_of(node, self._readers_config(node) or config, 0).is_output = True
-        for consumer, sources in self.wants.inputs.items():
+        for consumer, sources in self.requests.inputs.items():
             for source, config in sources.items():
                 group_of(source, config, self.writes.num_before(consumer, source)).consumers.append(consumer)
         return list(groups.values())
 
     def _readers_config(self, node: fx.Node) -> ActivationConfig | None:
-        """The common request of all readers of a quantized output, in its number format: rounded once, to their grid.
+        """The config that all readers of a quantized output request, if its number format is that of the output.
 
-        Two roundings in a row to one type are merged by ONNX Runtime into a third one.
+        The output then gets the readers' config, so that the tensor is rounded once, to their grid. ONNX Runtime would
+        merge two roundings in a row to the same type into a third one.
         """
-        wanted = [self.wants.inputs.get(reader, {}).get(node) for reader in node.users]
+        wanted = [self.requests.inputs.get(reader, {}).get(node) for reader in node.users]
         first = wanted[0] if wanted else None
         if first is None or any(one is None or _format_of(one) != _format_of(first) for one in wanted):
             return None
-        return first if _format_of(first)[0] == _format_of(self.wants.outputs[node])[0] else None
+        return first if _format_of(first)[0] == _format_of(self.requests.outputs[node])[0] else None
 
     def _owner(self, group: _Group) -> str | None:
-        """The site whose grid the tensor is on already, in the format of the group."""
+        """The site whose grid the tensor is on already, if that has the format of the group.
+
+        Followed back through ops that only move values (max pool, reshape) to a quantized output.
+        """
         node = group.source
         while node not in self.outputs:
             row = self.rows.get(node)
@@ -129,6 +145,7 @@ class Grouping:
         return SharedAt(self.free_name(name), owner, group.source, tuple(group.consumers))
 
     def _fits_inside(self, group: _Group) -> bool:
+        """Whether the quantizer can be inside its op: one reader, called once, with one tensor to quantize."""
         if group.is_output or len(group.consumers) != 1:
             return False
         (consumer,) = group.consumers
@@ -141,7 +158,7 @@ class Grouping:
             name = f"{source}.output"
         elif len(group.consumers) == 1:
             consumer = group.consumers[0]
-            place = list(self.wants.inputs[consumer]).index(group.source)
+            place = list(self.requests.inputs[consumer]).index(group.source)
             name = f"{layer_name(self.path, consumer)}.input.{place}"
         else:
             name = f"{source}.shared"
@@ -151,14 +168,16 @@ class Grouping:
         return AloneAt(site, group.source, tuple(group.consumers), group.num_writes, group.is_output)
 
     def _inside(self, node: fx.Node, group: _Group | None) -> InsideOf:
-        row, layer, gate = self.rows[node], layer_name(self.path, node), self.wants.gates.get(node)
+        row, layer, gate = self.rows[node], layer_name(self.path, node), self.requests.gates.get(node)
         module = module_of(node, self.root)
         if module is not None and id(module) in self.wrapped:
             return InsideOf(node, row, layer)  # its sites were created at its first place
         if module is not None and (gate is None or self.calls[node.target] == 1):
-            self.wrapped[id(module)] = module  # held, so that its id stays its own
+            self.wrapped[id(module)] = module  # keeps the module alive: a freed one's id could be given to another
         source, config = (None, None) if group is None else (group.source, group.config)
-        return with_sites(InsideOf(node, row, layer, source), self.add_site, config, self.wants.weights.get(node), gate)
+        return with_sites(
+            InsideOf(node, row, layer, source), self.add_site, config, self.requests.weights.get(node), gate
+        )
 
 
 def with_sites(
@@ -180,6 +199,6 @@ def with_sites(
 
 
 def _format_of(config: ActivationConfig) -> tuple[TensorSpec, ActivationConfig]:
-    """The number format, and the config without the keys that do not affect numbers: an add and a conv can share."""
+    """The number format, and the config without QADD, which does not affect numbers: an add and a conv can share."""
     numbers = {key: value for key, value in config.to_dict().items() if key != "QADD"}
     return spec_of(config, activation_axis(config)), ActivationConfig.model_validate(numbers)

@@ -1,8 +1,12 @@
-"""Values that a mask hides with minus infinity, or with a number as large, before a softmax: no grid fits them.
+"""Finds tensors with attention masks in them: -inf or a number as large, added before a softmax. No grid fits them.
 
 On a grid the mask's number would be clipped to the lower end, and hidden values would become visible; or the grid would
-stretch to it, and all other values would share one code. So such values stay in float up to the op that consumes the
-mask.
+stretch to it, and all other values would share one code. So such values stay in float up to the op whose result does
+not contain them any more (a softmax, a product, a layer with weights).
+
+Two sources: constants in the graph (`masked_fill(-1e9)`, a buffer), and tensors that may be masks at run time although
+the example has none (an input of the graph, or a comparison, that is added to the input of a softmax). Called by
+`plan.py`; calibration checks the observed values again (`observers/magnitudes.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.fx.node import map_aggregate
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
 
 LARGEST = 1e4  # numbers of masks are larger: -1e4 (half precision), -1e9, finfo.min, -inf
+# Ops whose result does not contain the mask's numbers any more: products, norms, and functions that saturate.
 _ENDS = frozenset(
     {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
     | {"rms_norm", "softmax", "log_softmax", "relu", "relu6", "sigmoid", "hardsigmoid", "hardtanh", "tanh"}
@@ -32,9 +37,9 @@ _LIMITS = ("clamp", "max")  # the larger or the smaller of two values, or one be
 
 
 def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that hold such numbers, or may: masks that are inputs, and what they are added to before a softmax."""
+    """Nodes whose tensor holds a mask's numbers, or may at run time. `python`: nodes whose values are not tensors."""
     found = _given_masks(graph, rows, python)
-    softmax_inputs = set(_in_front_of_softmax(graph, rows))
+    softmax_inputs = set(_nodes_before_softmax(graph, rows))
     large: set[fx.Node] = set()  # Python numbers that come from a type's limits
     for node in graph.nodes:
         if node.op == "get_attr" and _is_mask(node):
@@ -42,7 +47,7 @@ def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.No
         reads_large = not large.isdisjoint(node.all_input_nodes)
         if _is_limit(node) or (node in python and reads_large):
             large.add(node)
-        elif node not in python and node.op.startswith("call_") and not _uses_up(node, rows):
+        elif node not in python and node.op.startswith("call_") and not _consumes_mask(node, rows):
             fills = node in softmax_inputs and _name(node) in _FILLS
             is_given = _has_large_constant(node, _FILLED if fills else LARGEST) or reads_large
             if node in rows and rows[node].name in _LIMITS:
@@ -55,7 +60,7 @@ def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.No
 
 def before_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
     """Every softmax, and the sums, products, moves, joins and limits whose result a softmax reads."""
-    return {node for node, row in rows.items() if row.name in SOFTMAX} | set(_in_front_of_softmax(graph, rows))
+    return {node for node, row in rows.items() if row.name in SOFTMAX} | set(_nodes_before_softmax(graph, rows))
 
 
 def _is_limit(node: fx.Node) -> bool:
@@ -78,23 +83,23 @@ def _keeps_hidden(node: fx.Node, found: set[fx.Node], python: set[fx.Node], *, i
 
 
 def _is_mask(node: fx.Node) -> bool:
-    """Whether it reads a tensor that contains such a number."""
+    """Whether the node reads a buffer or constant that contains a mask's number."""
     value = attrgetter(str(node.target))(node.graph.owning_module)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     return value.is_floating_point() and bool((value <= -LARGEST).any())
 
 
-def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
+def _consumes_mask(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
     row = rows.get(node)
     return row is not None and (row.name in _ENDS or row.kind in (OpKind.WEIGHTED, OpKind.FLOAT))
 
 
 def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Inputs of the graph, comparisons, and the results of light ops on them and on buffers alone, if the result is
-    added to the input of a softmax. The calibration data may not contain any masked value of them.
+    """Tensors that may be masks at run time, although the calibration data may contain no masked value.
 
-    An input that a layer or a product reads too is not a mask.
+    These are inputs of the graph, comparisons, and what is computed from them and from buffers by light ops alone, if
+    the result is added to the input of a softmax. An input that a layer or a product reads as well is not a mask.
     """
     origins: dict[fx.Node, set[fx.Node]] = {}
     activations: set[fx.Node] = set()
@@ -104,14 +109,14 @@ def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Nod
             origins[node] = {node}
         elif node.op == "get_attr":
             origins[node] = set()
-        elif node.op == "call_module" or _uses_up(node, rows):
+        elif node.op == "call_module" or _consumes_mask(node, rows):
             activations.update(*(origins.get(source, ()) for source in tensors))
         elif node.op in ("call_function", "call_method") and tensors and origins.keys() >= set(tensors):
             origins[node] = set().union(*(origins[source] for source in tensors))
-    sums = (node for node in _in_front_of_softmax(graph, rows) if rows[node].name in ("add", "sub"))
+    sums = (node for node in _nodes_before_softmax(graph, rows) if rows[node].name in ("add", "sub"))
     added = [source for node in sums if node not in origins for source in node.all_input_nodes]
     waiting = [source for source in added if origins.get(source) and activations.isdisjoint(origins[source])]
-    for node in waiting:  # which grows meanwhile
+    for node in waiting:  # the list grows while it is read
         before = () if _is_comparison(node) else node.all_input_nodes
         waiting += [source for source in before if origins.get(source) and source not in waiting]
     return set(waiting)
@@ -125,7 +130,7 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _in_front_of_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> list[fx.Node]:
+def _nodes_before_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> list[fx.Node]:
     """Sums, products and moves whose result a softmax reads."""
     softmaxes = (node for node in graph.nodes if node in rows and rows[node].name in SOFTMAX)
     waiting = [source for node in softmaxes for source in node.all_input_nodes[:1]]

@@ -1,4 +1,8 @@
-"""Where the sites of a plan are in the captured graphs: the planner's second result, for `attach_quantizers`."""
+"""`Placement`: where each site of a plan is in the captured graphs.
+
+The planner's second result, next to the plan. It refers to `fx` nodes, so it holds for one capture only, and is not
+saved; `building/attach_quantizers.py` inserts the quantizers by it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from sparsebit.graph.ops.op_rows import OpRow
 
 @dataclass(frozen=True)
 class AloneAt:
-    """A separate quantizer in the graph, before the readers. `num_writes` into the tensor come before it."""
+    """A separate quantizer between a tensor and its readers. `num_writes`: in-place writes to the tensor before it."""
 
     site: str
     source: fx.Node
@@ -32,7 +36,10 @@ class SharedAt:
 
 @dataclass(frozen=True)
 class InsideOf:
-    """An op that holds its quantizers. `node`: None outside graphs; `source`: what its input quantizer reads."""
+    """An op that holds its quantizers. `node`: None outside of graphs; `source`: what its input quantizer reads.
+
+    `input`, `weight`, `gate`: names of sites, None without a quantizer.
+    """
 
     node: fx.Node | None
     row: OpRow

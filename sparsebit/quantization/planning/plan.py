@@ -1,4 +1,12 @@
-"""Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not."""
+"""Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not.
+
+`make_plan` visits every node of every captured graph once, in order, and decides: no quantizer (with a reason in
+`floats`), or requests for quantized inputs, outputs and weights. `Grouping` then turns a graph's requests into sites.
+Layers outside of graphs are planned one by one (`_plan_loose`).
+
+The order of visits matters: whether an op's input is on a grid already is looked up in the requests of earlier nodes.
+Nothing is built here, and neither the graph nor the config changes: the results are values.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +28,23 @@ from sparsebit.graph.ops.op_rows import OpKind, OpRow
 from sparsebit.graph.ops.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.graph.region import Region
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
-from sparsebit.quantization.ops.layer_call import at_rest
+from sparsebit.quantization.ops.layer_call import side_effect_free_reads
 from sparsebit.quantization.planning.disable_unnecessary_quant import absorbed_by, chain_end
-from sparsebit.quantization.planning.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
+from sparsebit.quantization.planning.divisors import NOT_ZERO, divisor_only_ops, reads_as_divisor
 from sparsebit.quantization.planning.float_reasons import COMPLEX, HIDDEN, SWITCHED_OFF
 from sparsebit.quantization.planning.group_rules import check_groups
-from sparsebit.quantization.planning.grouping import Grouping, Wants, with_sites
+from sparsebit.quantization.planning.grouping import Grouping, Requests, with_sites
 from sparsebit.quantization.planning.masks import hidden_values
 from sparsebit.quantization.planning.placement import InsideOf, Placement
 from sparsebit.quantization.planning.sites import Plan, Site, layer_name, site_of
 from sparsebit.quantization.planning.writes import IN_PLACE
 
+# Ops through which a runtime keeps integers, besides activation functions and ops that only move values.
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 # Ops that are only quantized if convolutions feed all their inputs.
 _FED_BY_ALL = frozenset({"cat", "mul"})
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+# For an add, the search for a convolution ends at these; `_is_conv_fed` says why.
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
 C = TypeVar("C", bound=TensorConfig)
@@ -61,7 +71,7 @@ def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]
 
 @dataclass
 class _Draft:
-    """A plan that is being built; `wrapped`: the modules (by id) whose sites are in it."""
+    """A plan in the making. `wrapped`: the modules, by id, whose sites are in it already."""
 
     config: QuantConfig
     profile: RuntimeProfile
@@ -73,7 +83,10 @@ class _Draft:
     wrapped: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Warn for each key that the user wrote and the profile would set otherwise (for adds: where it matters)."""
+        """Warn for each key that the user has set against the advice of the runtime's profile.
+
+        QADD is left out: `_why_float` warns only for adds where the key changes the decision.
+        """
         for setting in self.profile.costs:
             key, _, value = setting.partition("=")
             if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(attrgetter(key)(self.config)) == value:
@@ -83,7 +96,7 @@ class _Draft:
         return Plan(self.config, self.sites, self.floats, tuple(self.layers), tuple(self.warnings))
 
     def free_name(self, wanted: str) -> str:
-        """The site's name; if the model calls a layer twice, the second one's has a number."""
+        """The site's name; further sites that want the same name (a layer that is called twice) get a number."""
         name, number = wanted, 1
         while name in self.names:
             number += 1
@@ -105,7 +118,7 @@ class _Draft:
         is_op = not isinstance(op, type) or issubclass(op, nn.Module)  # else a container or an output class
         if row is None and is_op:
             op_name = getattr(op, "__name__", op)
-            self.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
+            self.floats[name] = f"unknown op {op_name}: passes through in float (register it with register_qmodule)"
         elif row is not None and row.kind is OpKind.FLOAT:
             self.floats[name] = row.reason
 
@@ -123,7 +136,10 @@ class _Draft:
 
 
 def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
-    """A layer that runs in a module's own code."""
+    """The sites of a layer that a module's own code calls; None if it stays float.
+
+    No graph shows what feeds it or reads its output, so a profile's rules about neighbours are decided as "no".
+    """
     if draft.is_skipped(path):
         return None
     config, profile, row = draft.config, draft.profile, row_of_module(module)
@@ -132,7 +148,7 @@ def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
         return None
     draft.layers.append(path)
     reason = COMPLEX if _is_complex(module) else ""
-    if not _wants(row, profile) or row.name in profile.conv_fed:
+    if not _can_quantize(row, profile) or row.name in profile.conv_fed:
         reason = reason or f"{profile.name} runs {row.name} in float"
     if reason or getattr(module, "inplace", False) is True:
         draft.floats[path] = reason or IN_PLACE
@@ -143,14 +159,14 @@ def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
     if weight is not None:
         _check_groups(path, weight, module, row, config.BACKEND)
     draft.note_disabled(path, activation, weight)
-    if id(module) in draft.wrapped:
+    if id(module) in draft.wrapped:  # also registered elsewhere, where its sites were created
         return at
     draft.wrapped[id(module)] = module
     return with_sites(at, draft.add_site, _enabled(activation) if has_input else None, _enabled(weight))
 
 
 class _RegionPlanner:
-    """Walks one graph once."""
+    """Visits the nodes of one graph, and collects the requests for quantizers."""
 
     def __init__(self, path: str, region: Region, captured: Captured, draft: _Draft) -> None:
         self.path, self.draft = path, draft
@@ -165,19 +181,20 @@ class _RegionPlanner:
         chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
         # A layer that the user's config keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
-        self.divisor_makers = divisor_makers(self.graph, self.rows)
+        self.divisor_only_ops = divisor_only_ops(self.graph, self.rows)
         self.hidden = hidden_values(self.graph, self.rows, self.python)
         self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
-        self.out = Wants()
+        self.requests = Requests()
 
-    def make(self) -> Wants:
-        static = static_values(self.graph)  # computing a weight is not arithmetic on activations
+    def make(self) -> Requests:
+        # Ops on parameters alone compute a weight: they are not quantized, except layers with a weight of their own.
+        static = static_values(self.graph)
         for node in (node for node in self.graph.nodes if node.op.startswith("call_") and node not in self.python):
             row = self.rows.get(node)
             is_layer = node.op == "call_module" and row is not None and row.kind is OpKind.WEIGHTED
             if node not in static or is_layer:
-                self._place(node, row, layer_name(self.path, node))
-        return self.out
+                self._plan_node(node, row, layer_name(self.path, node))
+        return self.requests
 
     def _is_off(self, node: fx.Node) -> bool:
         """Whether the config keeps all of a layer in float."""
@@ -187,7 +204,7 @@ class _RegionPlanner:
         is_weight_off = self.rows[node].kind is not OpKind.WEIGHTED or self.config.resolve("W", name).QUANTIZER.DISABLE
         return is_weight_off and self.config.resolve("A", name).QUANTIZER.DISABLE
 
-    def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
+    def _plan_node(self, node: fx.Node, row: OpRow | None, name: str) -> None:
         if node.op == "call_module" and (name in self.untouched or self.draft.is_skipped(name)):
             return
         if row is None or row.kind not in _QUANTIZABLE:
@@ -204,18 +221,18 @@ class _RegionPlanner:
         weight = self.config.resolve("W", name) if row.kind is OpKind.WEIGHTED else None
         self.draft.note_disabled(name, activation, weight)
         if _enabled(activation) is not None:
-            self._place_activations(node, row, name, activation)
+            self._request_activations(node, row, name, activation)
         if weight is not None and _enabled(weight) is not None:
             self._check_apart(node, row, weight)
             if (module := module_of(node, self.root)) is not None:
                 _check_groups(name, weight, module, row, self.config.BACKEND)
-            self.out.weights[node] = weight
+            self.requests.weights[node] = weight
 
-    def _place_activations(self, node: fx.Node, row: OpRow, name: str, activation: ActivationConfig) -> None:
+    def _request_activations(self, node: fx.Node, row: OpRow, name: str, activation: ActivationConfig) -> None:
         written, divisors, floats = overwritten(node, self.root), reads_as_divisor(node), self.draft.floats
         every = self._sources(node, row)
         if sources := [s for s in every if s is not written and s not in self.hidden]:
-            self.out.inputs[node] = dict.fromkeys(sources, activation)
+            self.requests.inputs[node] = dict.fromkeys(sources, activation)
             for divisor in divisors:
                 shown = layer_name(self.path, divisor)
                 floats[f"{name}: divisor {shown}"] = "rounded to zero it would give infinity"
@@ -226,12 +243,12 @@ class _RegionPlanner:
         elif divisors:
             floats[name] = "a number divided by a tensor: the divisor stays in float"
         if row.name in self.profile.gates and written is None:
-            self.out.gates[node] = activation
+            self.requests.gates[node] = activation
         if row.name in self.profile.outputs:
-            self.out.outputs[chain_end(node, self.absorbed)] = activation
+            self.requests.outputs[chain_end(node, self.absorbed)] = activation
 
     def _check_apart(self, node: fx.Node, row: OpRow, weight: WeightConfig) -> None:
-        """Raise for a weight whose format the runtime does not support after a quantized output."""
+        """Raise for a weight format (`profile.apart`) that the runtime does not support after a quantized output."""
         if format_of(weight) not in self.profile.apart:
             return
         for output in filter(None, map(self._output_of, self._sources(node, row))):
@@ -250,9 +267,9 @@ class _RegionPlanner:
             return COMPLEX
         if node in self.absorbed:
             return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
-        if not _wants(row, self.profile):
+        if not _can_quantize(row, self.profile):
             return f"{self.profile.name} runs {row.name} in float"
-        if node in self.divisor_makers:
+        if node in self.divisor_only_ops:
             return NOT_ZERO
         if row.name == "add" and (self.profile.inputs is None or activation.is_set("QADD.ENABLE_QUANT")):
             wanted = activation.QADD.ENABLE_QUANT
@@ -266,12 +283,13 @@ class _RegionPlanner:
     def _is_conv_fed(self, node: fx.Node) -> bool:
         """Whether a convolution feeds the op through ops that keep integers: activations, norms, moves, pools.
 
-        A concat requires that of all its inputs: otherwise coordinates computed in float would share the grid of
-        scores. So does a product (the gate of squeeze and excitation), and it must have two tensors: factors that are
-        numbers or parameters scale boxes, or belong to a norm. One of the two must already be on a grid: after an
-        activation that runs in float (mish), a product in integers adds a conversion. An add looks no further than the
-        next add or concat, and not through moves that turn an image into tokens: the stem's convolution does not make a
-        transformer's residual stream a CNN's.
+        Concat: all inputs must be fed by convolutions. Otherwise coordinates computed in float would share the grid of
+        scores.
+        Product (the gate of squeeze and excitation): both factors must be tensors that convolutions feed, because a
+        number or a parameter scales boxes or belongs to a norm; and one of the two must already be on a grid, because
+        after an activation that runs in float (mish) an integer product only adds a conversion.
+        Add: the search ends at the next add or concat, and at moves that turn an image into tokens. Otherwise the
+        convolution in a transformer's stem would count for all of its residual stream.
         """
         return self._is_fed(node, self.rows[node], _ENDS_FOR_ADDS if self.rows[node].name == "add" else frozenset())
 
@@ -286,7 +304,9 @@ class _RegionPlanner:
         row = self.rows.get(node)
         if row is None or row.name == "conv":
             return row is not None
-        is_product = row.name == "mul" and chain_end(node, self.absorbed) in self.out.outputs  # it runs in integers
+        is_product = (
+            row.name == "mul" and chain_end(node, self.absorbed) in self.requests.outputs
+        )  # it runs in integers
         keeps = row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH or is_product
         if row.name in stops or not keeps:
             return False
@@ -295,8 +315,8 @@ class _RegionPlanner:
         return self.conv_fed[node, stops]
 
     def _output_of(self, node: fx.Node) -> fx.Node | None:
-        """The quantized output that this value is, possibly moved since; None if it is on no grid."""
-        while node not in self.out.outputs:
+        """The op whose quantized output this value is, perhaps after ops that only move values; None without one."""
+        while node not in self.requests.outputs:
             row, sources = self.rows.get(node), self._tensors(node)
             if row is None or not sources or not keeps_grid(row, node, self.root):
                 return None
@@ -332,8 +352,11 @@ class _RegionPlanner:
 
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
-    """Check groups before calibration. The export checks weights that the model computes in its forward."""
-    with at_rest(module):
+    """Raise for weight groups that the backend cannot run, before any calibration is spent on them.
+
+    A weight that the model computes in its forward has no shape yet: the export checks it.
+    """
+    with side_effect_free_reads(module):
         weight = getattr(module, row.weight or "weight", None)
     if isinstance(weight, Tensor):
         check_groups(name, config, weight.shape, row.channel_axis, backend)
@@ -350,7 +373,8 @@ def _is_complex(module: nn.Module) -> bool:
     return any(parameter.is_complex() for parameter in module.parameters(recurse=False))
 
 
-def _wants(row: OpRow, profile: RuntimeProfile) -> bool:
+def _can_quantize(row: OpRow, profile: RuntimeProfile) -> bool:
+    """Whether the runtime quantizes this op (`inputs` is None: all), or the user registered a class for it."""
     return profile.inputs is None or row.name in profile.inputs or row.implementation is not None
 
 

@@ -1,6 +1,8 @@
 """`Site`: one quantized tensor and its number format. `Plan`: all sites of a model, and why the rest is in float.
 
-Both are values: `replace` returns a changed plan, and `QuantModel(model, plan=plan)` builds from it.
+Both are values: `replace` returns a changed plan, and `QuantModel(model, plan=plan)` builds from it. A site's name is
+its layer and its role, `layer1.conv.weight`; the quantizer has the same name, in messages and in saved folders. A site
+that no config of the backend could express is an error in `Plan.replace` too: `check_change` applies its rules.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Site:
         return dataclasses.replace(self, spec=spec.replace(**of_spec), **changes)
 
     def completed(self, planned: Site) -> Site:
-        """With the options of the config's planned site, if this one has none and is of the same kind."""
+        """This site, with missing options taken from the config's planned site if that is of the same kind."""
         same = [kind for kind in ("quantizer", "observer") if getattr(self, kind) == getattr(planned, kind)]
         keys = [f"{kind}_options" for kind in same if getattr(self, f"{kind}_options") is None]
         return dataclasses.replace(self, **{key: getattr(planned, key) for key in keys})
@@ -99,7 +101,7 @@ class Site:
             raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only if there are any."""
+        """Plain values, for JSON. Options are written if there are any, `ema_ratio` if it is not the default."""
         spec, granularity = self.spec, self.spec.granularity
         options = {"quantizer_options": self.quantizer_options, "observer_options": self.observer_options}
         given = {key: section for key, section in options.items() if section and type(section).model_fields}
@@ -175,10 +177,10 @@ class Plan(Mapping[str, Site]):
         changed = dataclasses.replace(self, sites=sites, floats=floats)
         for name, site in sites.items():
             if site is not self.sites[name]:
-                check_change(site, self.sites[name], self.config, weight_only=changed._is_beside_float(site))
+                check_change(site, self.sites[name], self.config, weight_only=changed._has_float_activations(site))
         return changed
 
-    def _is_beside_float(self, site: Site) -> bool:
+    def _has_float_activations(self, site: Site) -> bool:
         """Whether the activations of a weight's layer are float, by the config or because the plan leaves them out."""
         layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a separate site, in `gru`
         return (
@@ -205,7 +207,7 @@ class Plan(Mapping[str, Site]):
         return cls(config, sites, dict(values.get("floats", {})), warnings=tuple(values.get("warnings", ())))
 
     def fitted(self, planned: Plan) -> Plan:
-        """`planned`, the config's plan of a model, with the sites of this plan; sites that this one lacks are float."""
+        """`planned`, which the config makes for a model, with this plan's sites instead; missing ones become float."""
         sites = {name: self.sites[name].completed(site) for name, site in planned.sites.items() if name in self.sites}
         left_out = {name: self.floats.get(name, LEFT_OUT) for name in planned.sites if name not in self.sites}
         return dataclasses.replace(planned, sites=sites, floats={**planned.floats, **left_out})
@@ -227,7 +229,7 @@ class Plan(Mapping[str, Site]):
 
 
 def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:
-    """The saved options; None if there are none: then the config's apply."""
+    """The saved options of a site; None without any, and then the config's options apply."""
     given = values.get(f"{kind}_options")
     if given is None:
         return None
@@ -256,13 +258,13 @@ def split_site(site: str) -> tuple[str, str]:
 
 
 def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
-    """The number format in one tensor's config; `channel_axis` is the tensor's own."""
+    """The number format that one tensor's config describes. `channel_axis`: the tensor's axis of output channels."""
     granularity: Granularity = PerTensor()
     if config.granularity == "channel":
         granularity = PerChannel(channel_axis)
     elif config.granularity == "group":
         assert isinstance(config, WeightConfig)
-        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)
+        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)  # groups along the input channels
     return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity, format=format_of(config))
 
 
@@ -273,11 +275,16 @@ def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool 
     spec = spec_of(config, channel_axis)
     if narrow and is_weight and spec.format == "integer" and spec.symmetric and spec.bits == 8:
         spec = spec.replace(narrow=True)
-    kinds, options = (
-        (config.QUANTIZER.TYPE, config.OBSERVER.TYPE),
-        (selected_options(config.QUANTIZER), selected_options(config.OBSERVER)),
+    return Site(
+        name,
+        "weight" if is_weight else cast("Role", role),
+        spec,
+        quantizer=config.QUANTIZER.TYPE,
+        observer=config.OBSERVER.TYPE,
+        quantizer_options=selected_options(config.QUANTIZER),
+        observer_options=selected_options(config.OBSERVER),
+        ema_ratio=ema_ratio(config),
     )
-    return Site(name, "weight" if is_weight else cast("Role", role), spec, *kinds, *options, ema_ratio(config))
 
 
 def activation_axis(config: ActivationConfig) -> int:
@@ -291,7 +298,7 @@ _MODELS: dict[Kind, type[TensorConfig]] = {"W": WeightConfig, "A": ActivationCon
 
 
 def check_change(new: Site, old: Site, config: QuantConfig, *, weight_only: bool) -> None:
-    """Raise for a changed site that a config could not contain either; properties unchanged from `old` are not checked.
+    """Raise for a changed site that a config could not contain either; faults that `old` already had are ignored.
 
     `weight_only`: the activations of these weights' layers stay float, which lets some backends run fewer bits.
     """

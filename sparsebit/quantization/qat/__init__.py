@@ -1,1 +1,1 @@
-"""Training: freezing, parameter groups, sharding, recorded steps."""
+"""Quantization-aware training: freezing, parameter groups, sharding, CUDA graphs of a step."""

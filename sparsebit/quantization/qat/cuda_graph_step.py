@@ -47,7 +47,8 @@ class CudaGraphStep:
         for one, other in zip(_tensors(self.inputs), _tensors(batch), strict=True):
             one.copy_(other)
         self.graph.replay()
-        # `zero_grad(set_to_none=True)` may have removed some; a batch without the graph may have added others.
+        # The graph writes into the captured gradient tensors. `zero_grad(set_to_none=True)` may have removed some of
+        # them, and a batch that ran without the graph may have put others in their place.
         for parameter, grad in self.grads:
             parameter.grad = grad
         return self.loss
@@ -61,7 +62,7 @@ class CudaGraphStep:
 
     def _capture(self, batch: tuple[Any, ...]) -> None:
         self.inputs = pytree.tree_map_only(Tensor, torch.clone, batch)
-        # The warm-up updates buffers (statistics of batch norms): they are restored.
+        # The warm-up updates buffers (statistics of batch norms), so they are restored afterwards.
         buffers = {buffer: buffer.clone() for buffer in self.model.buffers()}
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())

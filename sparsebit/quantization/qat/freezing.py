@@ -1,4 +1,4 @@
-"""Parts that can be held fixed while the weights train: observed ranges, batch-norm statistics, learned scales."""
+"""Freezes parts while the weights train: ranges that follow the data, batch-norm statistics, learned scales."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chosen(model: nn.Module, parts: tuple[Part, ...]) -> Iterable[Part]:
 
 
 def hold(model: nn.Module, part: Part, held: bool) -> None:
-    """Hold a part, or let go of it."""
+    """Freeze a part (`held`), or unfreeze it."""
     if part == "batchnorm":
         hold_statistics(model, held)
         return
@@ -50,13 +50,13 @@ def _hold_scales(quantizer: Quantizer, held: bool) -> None:
     for name in names:
         parameter = quantizer.get_parameter(name)
         parameter.requires_grad_(not held)
-        parameter.grad = None  # otherwise an optimizer would continue with its momentum
+        parameter.grad = None  # an optimizer with momentum would still change a parameter that has a gradient
     if not held:
         names.clear()
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:
-    """Held: norms use their running statistics and do not update them. Otherwise they follow the model's mode."""
+    """`held`: norms use their running statistics and do not update them; otherwise they follow the model's mode."""
     for norm in _norms(model):
         norm.train(model.training and not held)
 

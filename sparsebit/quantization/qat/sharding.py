@@ -34,7 +34,7 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard
 
-    units = [block_modules(model, captured, name) for name in blocks]  # first: a wrong name changes nothing
+    units = [block_modules(model, captured, name) for name in blocks]  # before any change, because names may be wrong
     small: list[nn.Module] = []
     small += (module for module in model.modules() if isinstance(module, _FLOAT32) and _has_parameters(module))
     if small:
@@ -70,7 +70,7 @@ def _called(model: nn.Module, captured: Captured, block: str) -> Iterator[str]:
         if inside or not any(_is_inside(block, target) for target in targets):
             yield from inside
             return
-    # Untraced code calls the block itself.
+    # No graph calls the block's layers: untraced code calls the block itself.
     if any(path == block for path, _ in model.named_modules()):
         yield block
 

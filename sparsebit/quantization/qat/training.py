@@ -1,7 +1,8 @@
 """`Training`: the part of a `QuantModel` that a training loop uses: fused steps, frozen parts, batch norms.
 
-The plain modules are enough for training. `sparsebit.quantization.speed` replaces some of them by fused steps while
-the model is in train mode; without that folder everything works, but slower.
+The plain modules are enough for training. `sparsebit.quantization.speed` replaces some of their forwards by fused steps
+while the model is in train mode; without that folder everything works, but slower. This is the only file that imports
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sparsebit.quantization.qat.freezing import Part, chosen, hold, hold_statist
 
 if find_spec("sparsebit.quantization.speed") is not None:
     from sparsebit.quantization import speed
-else:  # the plain path does not need it
+else:  # without that folder, which `scripts/without_speed.sh` tests
     speed = None  # type: ignore[assignment]
 
 
@@ -35,8 +36,8 @@ class Training:
         self.packs_activations: bool | None = None  # None: not chosen by the user
         self.is_accelerated = True
         self.savings: speed.Savings | None = None
-        self.fused: speed.Acceleration | None = None  # in train mode
-        self.holds_statistics = False  # of batch norms
+        self.fused: speed.Acceleration | None = None  # None in eval mode
+        self.holds_statistics = False  # whether the statistics of batch norms are frozen
 
     # --- fused steps
 
@@ -50,7 +51,7 @@ class Training:
         self.choose_path()
 
     def choose_path(self) -> None:
-        """Insert the fused steps, or remove them."""
+        """Insert, remove or replace the fused steps, as mode and settings now require."""
         qmodel, packs = self.qmodel, self.packs_activations
         if speed is None or not qmodel.training or not self.is_accelerated:
             if self.fused is not None:
@@ -65,7 +66,7 @@ class Training:
         return contextlib.nullcontext() if self.fused is None else self.fused.step()
 
     def release_weights(self) -> None:
-        """The model's own code runs instead of its graph: weights that were quantized in batches are not used."""
+        """Called when the model's own code runs instead of its graph: its layers quantize their own weights."""
         if self.fused is not None:
             self.fused.release_weights()
 

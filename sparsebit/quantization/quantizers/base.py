@@ -1,7 +1,11 @@
 """`Quantizer`: observes a tensor, computes scale and zero point, fake-quantizes.
 
-It is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, if they are learned). It is enabled
-if it is switched on and not switched off for good (`fake_fused`).
+It is built from a `TensorSpec` and keeps scale and zero point as buffers, or as parameters if they are learned. Three
+states: observing (calibration; the output is the input), enabled (fake-quant), and permanently off (`fake_fused`).
+Calibration copies its numbers into the existing tensor objects, because an optimizer may hold them.
+
+The arithmetic is in `numerics/fake_quant`; switches and the state_dict are in `quantizer_state.py`. Quantizers know
+nothing about graphs: a `QuantOpr` calls them, calibration and export read them by their name.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.first_sparsebit import FormerNames
 from sparsebit.quantization.observers import Observer, build_observer
 from sparsebit.quantization.observers.magnitudes import ANYWHERE, BEFORE_SOFTMAX, Apart, Magnitudes
-from sparsebit.quantization.quantizers.kept_numbers import KeptNumbers
+from sparsebit.quantization.quantizers.quantizer_state import QuantizerState
 
 
-class Quantizer(KeptNumbers, FormerNames):
+class Quantizer(QuantizerState, FormerNames):
     """Base of all quantizers, and by itself the uniform one.
 
-    Subclasses change how numbers are quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
-    `qparams`).
+    Subclasses change how values are quantized (`transform`, `fake_quantize`), or how scales are learned
+    (`make_parameters`, `qparams`).
     """
 
     TYPE: ClassVar[str] = "base"
@@ -70,14 +74,14 @@ class Quantizer(KeptNumbers, FormerNames):
         self.observed_as = as_target(observed_as or target)
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
-        # Whether the grid follows the data while training, and whether it is currently held.
+        # Whether the grid follows the data in training, and whether `freeze("observers")` holds it at present.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
-        self.held_parameters: set[str] = set()  # that learn when they are let go of
-        # Where others do the work of this one, which is off: they, by the names that a user is told.
-        self.replaced_by: dict[str, KeptNumbers] = {}
-        # In calibration: what a mask hides has no grid, and stays in float.
+        self.held_parameters: set[str] = set()  # names of frozen parameters, which `unfreeze` lets learn again
+        # The separate quantizers that round this op's inputs instead of this one, by the names that errors show.
+        self.replaced_by: dict[str, QuantizerState] = {}
+        # Observed in calibration, to find tensors that hold a mask's numbers: these have no grid, and stay in float.
         self.saw_infinity, self.magnitudes = False, Magnitudes()
-        self.feeds_softmax = False  # a softmax reads the tensor, perhaps after sums and moves
+        self.feeds_softmax = False  # whether a softmax reads the tensor, perhaps after sums and moves
         self.float_reason = ""  # why calibration has switched it off
         self.make_parameters(num_scales)
         # Both are saved in the state_dict, so that a fresh model equals the saved one. They are 0 or 1 in float:
@@ -108,13 +112,13 @@ class Quantizer(KeptNumbers, FormerNames):
         return self.scale, self.zero_point
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point as arguments of the operator, which uses a scale's magnitude."""
+        """Scale and zero point as arguments of the fake-quant operator, which itself takes the scale's magnitude."""
         return self.qparams()
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """`transform(x)` rounded to the grid, with the gradients of this quantizer."""
         scale, zero_point = self.operands()
-        if self.is_following:  # a later forward changes them in place, and the backward of this one needs these
+        if self.is_following:  # the next forward changes them in place, but this one's backward needs today's values
             scale, zero_point = scale.clone(), zero_point.clone()
         x = self.transform(x)
         return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient=self.GRADIENT, tag=self.name)
@@ -132,13 +136,16 @@ class Quantizer(KeptNumbers, FormerNames):
         if not self.is_enable:
             return x
         if not torch.compiler.is_compiling() and is_transformed():
-            self._refuse_numbers_of_others()
+            self._require_own_calibration()
         if self.is_following:
             self.follow(x)
         return self.fake_quantize(x)
 
-    def _refuse_numbers_of_others(self) -> None:
-        """Raise for numbers that were never calibrated: `torch.func.stack_module_state` loads those of other layers."""
+    def _require_own_calibration(self) -> None:
+        """Raise if scale and zero point were never calibrated.
+
+        `torch.func.stack_module_state` runs one layer with the states of several, which were not observed.
+        """
         if all(map(bool, unwrapped(self.calibrated))) and not any(map(bool, unwrapped(self.fused))):
             return
         raise CalibrationError(
@@ -149,12 +156,12 @@ class Quantizer(KeptNumbers, FormerNames):
 
     @property
     def is_following(self) -> bool:
-        """Whether a forward now changes the grid: in training, but not if a backward recomputes it."""
+        """Whether a forward now changes the grid: in training, but not if a backward recomputes it (checkpointing)."""
         if not self.follows or self.is_held or not self.training or not torch.is_grad_enabled():
             return False
         return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
-    # --- statistics -> numbers
+    # --- from statistics to scale and zero point
 
     def update_observer(self, x: Tensor) -> None:
         x = x.detach()
@@ -164,11 +171,12 @@ class Quantizer(KeptNumbers, FormerNames):
             has_nan = bool(torch.isnan(x).any())
             if self.target == "activation" and not has_nan and bool(torch.isinf(x).any()):
                 self.saw_infinity = True
-            elif has_nan or self.masked_numbers() is None:  # otherwise the numbers are too large for the statistic
+            elif has_nan or self.masked_numbers() is None:
                 raise CalibrationError(f"{self.name}: {error}") from None
+            # Else: a mask's numbers, too large for the statistic. The calibration run leaves such a site in float.
 
     def masked_numbers(self) -> Apart | None:
-        """Numbers among the observed values that come from a mask, judged by their size; None if there are none."""
+        """Observed values that come from a mask, recognized by their size; None if there are none."""
         return self.magnitudes.apart(BEFORE_SOFTMAX if self.feeds_softmax else ANYWHERE)
 
     def start_observing(self) -> None:
@@ -178,9 +186,9 @@ class Quantizer(KeptNumbers, FormerNames):
         self.observing = True
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of the observed range, which are kept and returned; the statistics are dropped.
+        """Set and return scale and zero point of the observed range; the statistics are dropped.
 
-        A quantizer that is switched off for good does not change.
+        A quantizer that is permanently off does not change.
         """
         if self.fake_fused:
             return self.qparams()
@@ -193,7 +201,7 @@ class Quantizer(KeptNumbers, FormerNames):
         return numbers
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of a range, which are kept and returned."""
+        """Set and return scale and zero point of a given range."""
         if self.fake_fused:
             return self.qparams()
         self._calibrate(*qparams_from_range(min_val, max_val, self.spec))
@@ -231,7 +239,7 @@ class Quantizer(KeptNumbers, FormerNames):
         """Move the grid to the range that the observer finds in `x`: immediately for a weight, for an activation by a
         moving average with the weight EMA_RATIO of the past.
 
-        Scale and (unrounded) zero point hold the average between steps: nothing else needs to be kept.
+        The average lives in scale and zero point, which is therefore not rounded: there is no other state.
         """
         self.update_observer(x)
         if self.observer.is_empty:
@@ -240,22 +248,22 @@ class Quantizer(KeptNumbers, FormerNames):
         self.observer.reset()
         spec, past = self.spec, 0.0 if self.observed_as == "weight" else self.ema_ratio
         scale, zero_point = qparams_from_range(low, high, spec, check=False)
-        if past:
+        if past:  # average the scale and the lower end of the range; the zero point follows from both
             start = (spec.qmin - self.zero_point) * self.scale
             scale, low = torch.lerp(scale, self.scale, past), torch.lerp(low, start, past)
             zero_point = zero_point if spec.symmetric else (spec.qmin - low / scale).clamp_(spec.qmin, spec.qmax)
-        has_range = (high > low) & torch.isfinite(high - low)  # only zeros, or NaN, have no range to learn from
+        has_range = (high > low) & torch.isfinite(high - low)  # a batch of zeros, or with NaN, changes nothing
         self._store("scale", torch.where(has_range, scale, self.scale))
         self._store("zero_point", torch.where(has_range, zero_point, self.zero_point))
 
     def dequantized_range(self) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest possible output."""
+        """The smallest and the largest value on the grid."""
         return dequantized_range(*self.qparams(), self.spec)
 
     # --- another grid
 
     def set_backend(self, backend: str) -> None:
-        """Move to another backend; numbers that it cannot run raise an error."""
+        """Move to another backend; a format or zero point that it cannot run raises an error."""
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
         self.backend = backend
 
@@ -309,7 +317,8 @@ class Quantizer(KeptNumbers, FormerNames):
 
 def read_copies(quantizer: Quantizer) -> None:
     """Read a copy of each input from now on: the model's own code may overwrite the input before the backward."""
-    if not reads_copies(quantizer):  # a hook, not an attribute: a compiled model checks attributes before every call
+    # A hook, not an attribute: torch.compile would guard on an attribute before every call.
+    if not reads_copies(quantizer):
         quantizer.register_forward_pre_hook(_read_copy)
 
 
@@ -324,7 +333,7 @@ def _read_copy(quantizer: Quantizer, args: tuple[Any, ...]) -> Any:
 
 
 def rounds_by_operator(quantizer: Quantizer) -> bool:
-    """Whether it rounds with the one operator after `transform`, as ours do; a user's own may do anything."""
+    """Whether it rounds with the package's operator after `transform`. A user's own quantizer may do anything else."""
     return has_our_methods(quantizer, "fake_quantize", "operands")
 
 

@@ -24,14 +24,17 @@ class DoReFa(Quantizer):
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)
     ALWAYS_FOLLOWS: ClassVar[bool] = True
     NUMBERS: ClassVar[str] = "dorefa"
-    is_squashed = False  # whether the layer holds tanh(w) already
+    is_squashed = False  # whether the layer's weight is tanh(w) already
 
     def transform(self, x: Tensor) -> Tensor:
         return x if self.is_squashed else x.tanh()
 
     @torch.no_grad()
     def prepare_folding(self, weight: Tensor) -> None:
-        """Store tanh(w) in the layer from now on: a batch norm's factor may multiply it; tanh(f·w) is not f·tanh(w)."""
+        """Store tanh(w) in the layer from now on, so that a batch norm's factor f can be folded into it.
+
+        f·tanh(w) is the weight that is wanted, and tanh(f·w) is something else.
+        """
         weight.copy_(self.transform(weight))
         self.is_squashed = True
 

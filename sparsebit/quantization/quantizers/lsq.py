@@ -39,13 +39,13 @@ class LSQ(Quantizer):
         return scale.abs().clamp_min(SMALLEST_SCALE), zero_point.clamp(self.spec.qmin, self.spec.qmax)
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """As they are learned, without the small kernels that `qparams` starts."""
+        """The learned tensors themselves: the operator takes the magnitude, which saves the kernels of `qparams`."""
         if self.spec.symmetric:
             if torch.compiler.is_dynamo_compiling() and not is_exporting():
-                return self.scale, torch.zeros_like(self.scale)  # a compiler removes the zeros
+                return self.scale, torch.zeros_like(self.scale)  # a constant that a compiler can remove
         elif self.learns_zero_point:
-            # Values up to 0.25 outside round to the end of the codes; the margin keeps a gradient there. `hardtanh`
-            # starts four kernels fewer than `clamp` in the backward.
+            # Values up to 0.25 outside round to the last code; the margin keeps a gradient there. The backward of
+            # `hardtanh` starts four kernels fewer than that of `clamp`.
             return self.scale, F.hardtanh(self.zero_point, self.spec.qmin - 0.25, self.spec.qmax + 0.25)
         return self.scale, self.zero_point
 

@@ -52,7 +52,7 @@ class PACT(Quantizer):
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         alpha, spec = as_number(self.alpha).abs(), self.spec
-        # As many codes above it as below, or one less above; at 1 bit the lower code.
+        # For signed data the middle code: as many codes above as below, or one less. At 1 bit the lower code.
         middle = 0 if spec.symmetric or spec.bits == 1 else 1 << (spec.bits - 1)
         zero_point = torch.where(self.is_signed > 0, middle, spec.qmin).to(alpha).expand_as(alpha)
         return (alpha / (spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point

@@ -54,7 +54,7 @@ def register_quantizer(
     if not isinstance(name, str):
         return register_quantizer(own_type(name), aliases=aliases, replace=replace, options=options)(name)
 
-    def file(kind: QuantizerClass) -> QuantizerClass:
+    def decorate(kind: QuantizerClass) -> QuantizerClass:
         if not _can_be_built(kind):
             shown = f"{kind.__name__}{inspect.signature(kind)}" if isinstance(kind, type) else repr(kind)
             raise ConfigError(
@@ -71,7 +71,7 @@ def register_quantizer(
             kind.OPTIONS = options
         return kind
 
-    return file
+    return decorate
 
 
 def _can_be_built(kind: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Folders of quantized models: writing, loading, and rebuilding the model."""
+"""Writes quantized models to folders, loads them, and rebuilds the model."""

@@ -1,9 +1,12 @@
 """A model as a folder: `model.safetensors` (every tensor) and `sparsebit.json` (everything else that is needed).
 
-The folder describes itself, and holds neither code nor pickled data. It changes as a whole: the files are completed in
-a hidden folder next to it, and the two folders are swapped in one step. If they cannot be swapped (the folder holds
-other files, is the current one or a mount point, or the system has no such step), the files change one by one: the new
-manifest comes first, and until the new tensors are in place they are found under a name that contains its key.
+The folder describes itself, and holds neither code nor pickled data. The invariant: at any moment, also after a kill,
+the folder is either the older model or the new one. The files are completed in a hidden folder next to it, and the two
+folders are swapped by one call of the system. If they cannot be swapped (the folder holds other files, is the current
+one or a mount point, or the system has no such call), the files change one by one: the new manifest comes first, and
+until the new tensors are in place, readers find them under a name that contains the manifest's key.
+
+This file knows nothing about models; `store.py` makes the description and the tensors.
 """
 
 from __future__ import annotations
@@ -37,13 +40,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """Create the folder, or replace the saved model in it when the new one is complete; other files in it stay."""
+    """Create the folder, or replace the saved model in it; other files in it stay."""
     path = Path(folder)
     target = path.resolve()  # replace the target of a link, not the link
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{path} is a file; save() writes a folder: give another name")
     distinct, aliases = _distinct(tensors)
     key = secrets.token_hex(8)
+    # The hidden folder is in the target itself only where nothing may be created next to it.
     inside = target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK)
     try:
         with staging_folder(target, inside=inside) as staged:
@@ -60,7 +64,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of a folder, checked; read again if another process saves into it meanwhile."""
+    """The checked description and tensors of a folder. Read again if another process saves into it at the same time."""
     path = Path(folder)
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -73,7 +77,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Files in the folder that do not belong to a saved model (or of a save() that was killed)."""
+    """Files in the folder that belong neither to a saved model nor to a save() that was killed."""
     return sorted(
         name
         for name in os.listdir(folder)
@@ -82,7 +86,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def encode(value: Any) -> Any:
-    """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`; None: it has no form."""
+    """A nest of tensors as JSON, without data: `{"tensor": [2, 3], "dtype": "float32"}`; None if that is impossible."""
     with contextlib.suppress(TypeError):
         return _encode(value)
     return None
@@ -152,7 +156,7 @@ def _publish(staged: Path, target: Path, key: str) -> None:
 
 
 def _settle(target: Path) -> None:
-    """Finish the work of a killed save(): move the tensors that the manifest waits for into place, delete others."""
+    """Finish a save() that was killed: move the tensors that belong to the manifest into place, and delete others."""
     remove_abandoned(target, target)
     with contextlib.suppress(CheckpointError):
         pending = target / f"{_PENDING}{manifest.read(target / MANIFEST)['key']}"
@@ -163,7 +167,7 @@ def _settle(target: Path) -> None:
 
 
 def _is_current(folder: Path) -> bool:
-    """Whether the folder is this process's current folder, which must not be swapped out."""
+    """Whether the folder is this process's current folder, which would still refer to the old one after a swap."""
     with contextlib.suppress(OSError):
         return os.path.samefile(folder, os.curdir)
     return False
@@ -224,7 +228,7 @@ def _key_of(path: Path) -> str | None:
 
 
 def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that share memory (tied weights) once, the other names as aliases of the first."""
+    """Each tensor once; further names of the same memory (tied weights) become aliases of the first."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}

@@ -1,4 +1,7 @@
-"""`sparsebit.json`, the manifest of a saved model, with a checksum of itself and of the file of tensors."""
+"""`sparsebit.json`, the manifest of a saved model, with a checksum of itself and of the file of tensors.
+
+`key` is random and also written in the header of the tensors' file: it says which two files belong together.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Saving, loading, pickling and copying a `QuantModel`, with all changes made to it since it was built.
 
 A graph cannot be pickled. Instead a description (config, plan, form of the example call, names of folded layers, ...)
-and the tensors are stored; from these and the float model the same model is rebuilt.
+and the tensors are stored; `revived` rebuilds the same model from these and the float model. So every change that a
+verb makes to the structure after building (folded norms, inserted factors, other bits) must be in `description_of`,
+and be repeated in `revived` before the tensors are loaded. `checkpoint.py` writes and reads the files.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def save(qmodel: SimulatedModel, folder: str | os.PathLike[str]) -> Path:
     """
     require_captured_values(qmodel, "save")
     tensors = gather_shards(qmodel.state_dict(keep_vars=True))
-    # By its last name only, because machines may keep it under different paths.
+    # Ranks wait for each other by this name. It has no path, because machines may mount the folder differently.
     once(f"save({Path(folder).name!r})", lambda: checkpoint.write(folder, description_of(qmodel), tensors))
     return Path(folder)
 
@@ -85,7 +87,7 @@ def with_plan(qmodel: Model, plan: Plan) -> Model:
     """
     require_settled(qmodel, "with_plan")
     if missing := plan.missing_in(qmodel.plan):
-        raise ConfigError(f"the plan has sites that the model has not: {', '.join(missing[:5])}")
+        raise ConfigError(f"the plan has sites that the model does not have: {', '.join(missing[:5])}")
     description = {**description_of(qmodel), "plan": plan.to_dict()}
     old, kept = qmodel.sites, set(plan.sites)
     originals = originals_of(qmodel, set(old) - kept)
@@ -138,7 +140,7 @@ def revived(
     `sites`: the sites of the new model if it has fewer than the old one; then scales and zero points are not loaded.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user was warned when the model was built first
+        warnings.simplefilter("ignore")  # the user saw these warnings when the model was first built
         config, saved = parse_qconfig(description["config"]), description["plan"]
         plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
         cuts = {name: description[name] for name in ("own_code", "untouched")}
@@ -150,12 +152,12 @@ def revived(
     if inserted := [InsertedFactor.from_dict(record) for record in description["inserted_factors"]]:
         insert_factors(qmodel, inserted)
     for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
-        site = description["sites"].get(quantizer.name, {})  # nothing of one that was not in use
+        site = description["sites"].get(quantizer.name, {})  # a quantizer that was switched off is not described
         quantizer.set_bit(site.get("bits", quantizer.spec.bits))
     if sites is None:
         is_unchanged = all(p.cpu().equal(tensors.get(name, p).cpu()) for name, p in qmodel.named_parameters())
         qmodel.load_state_dict(tensors)
-        if is_unchanged:  # a pickled model whose weights still equal those of the float model
+        if is_unchanged:  # a pickled model with the float model's weights can still be captured again
             qmodel.note_weights()
         switches = description["switches"]
         qmodel.set_quant(switches["weight"], switches["activation"])
@@ -181,7 +183,7 @@ def _unpickled(kind: type[SimulatedModel], training: bool, *parts: Any) -> Simul
 
 
 def deep_copied(qmodel: Model, memo: dict[int, Any]) -> Model:
-    """For `__deepcopy__`. The model's parts refer to it, and in the copy to the copy, since it is in `memo`."""
+    """For `__deepcopy__`. `memo` maps the model to its copy, so that the copied parts refer to the copy."""
     new = type(qmodel).__new__(type(qmodel))
     memo[id(qmodel)] = new
     memo.update(without_history(qmodel) | without_history(qmodel.original))

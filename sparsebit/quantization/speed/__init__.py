@@ -1,4 +1,4 @@
-"""Fast training steps. Nothing outside this package depends on it: without it the plain path is used."""
+"""Fast training steps, with the same values and gradients. Only `qat/training.py` imports it, if it is there."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Acceleration:
         return [step for graph in graphs if isinstance(graph, TrainingGraph) for step in graph.steps]
 
     def release_weights(self) -> None:
-        """Let layers quantize their own weights again: own code may run a layer a second time in the backward."""
+        """Let layers quantize their own weights again: a module's own code may run a layer again in the backward."""
         if self.weights is not None:
             self.weights.clear()
 

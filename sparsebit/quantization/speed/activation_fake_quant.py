@@ -1,7 +1,7 @@
 """An activation function and the fake-quant after it as one operator, for compiled graphs (`inductor_fusions`).
 
-On a GPU a compiler sees its kernels. By default, inductor computes the function's backward twice: once for the sum
-that is a scale's gradient, and once for the gradient of the input.
+Without it, inductor computes the function's backward twice: once for the sum that is a scale's gradient, and once for
+the gradient of the input. On a GPU the operator appears to the compiler as the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARY.define(
 )
 
 
-# The dispatcher gives the numbers one by one, in the order of `_ARGUMENTS`.
+# `settings`: the dispatcher passes the arguments after the tensors one by one, in the order of `_ARGUMENTS`.
 
 
 def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, *settings: Any, in_graph: bool = False) -> Tensor:

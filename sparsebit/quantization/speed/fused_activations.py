@@ -1,8 +1,11 @@
-"""Activation functions fused with the quantizer after them.
+"""Rewrites of a training graph that fuse activation functions with the quantizer after them.
 
 ReLU: rounding to a grid that begins at zero clips at zero anyway, so the forward and backward of the ReLU, one pass
 over memory each, are saved. GELU and SiLU before a layer, on a GPU: its kernels compute them in the same pass, and
 the function's output is not kept for the backward. Values and gradients stay the same.
+
+Whether fusing is allowed (`may_fuse`) and whether the grid begins at zero may change from step to step, so each fused
+step decides at every call, and otherwise calls the modules one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _RELU_READERS = (QuantOpr, WeightedQuantOpr, QIdentity)
 
 
 class FusedActivation(FusedStep):
-    """An activation function, dropouts that drop nothing, and their only reader: a quantizer, then an op.
+    """An activation function, dropouts with p = 0, and their only reader: a quantizer, then an op.
 
     `settings`: keyword arguments of the function's call.
     """
@@ -98,7 +101,7 @@ class FusedReLU(FusedActivation):
         return y
 
     def _begins_at_zero(self, quantizer: Quantizer) -> bool:
-        """Whether all zero points are 0. On a GPU the result waits for the GPU, so it is cached until they change."""
+        """Whether all zero points are 0. Cached until they change on a GPU, because reading a value waits for it."""
         zero_point = quantizer.zero_point
         if zero_point.is_cpu:
             return not bool(zero_point.detach().any())
@@ -134,14 +137,14 @@ def fuse_activations(draft: Draft) -> None:
 
 
 def _single_input_calls(draft: Draft) -> list[fx.Node]:
-    """Calls of one tensor. Values that are written later are left out, as a fused step would read them later."""
+    """Calls of one tensor, except where memory is written later: a fused step would read it after the write."""
     written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
     calls = [node for node in draft.graph.nodes if len(node.all_input_nodes) == 1]
     return [node for node in calls if written.isdisjoint((node, node.all_input_nodes[0]))]
 
 
 def _fuse(draft: Draft, step: FusedActivation, chain: list[fx.Node]) -> None:
-    """Put `step` in the place of the nodes of `chain` and of the only reader of the last of them."""
+    """Replace the nodes of `chain`, and the only reader of the last one, by `step`."""
     (call,) = chain[-1].users
     if len(call.args) == 1 and not call.kwargs:
         draft.replace(call, step, (chain[0].all_input_nodes[0],))
@@ -156,14 +159,14 @@ def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def _rectifies(reader: nn.Module | None) -> TypeGuard[QuantOpr]:
-    """Whether its quantizer can replace a ReLU too; a user's own may do anything with its input."""
+    """Whether its quantizer can replace a ReLU, too. A class of a user's may do anything with its input."""
     if not is_itself(reader, QuantOpr) or type(reader) not in _RELU_READERS:
         return False
     return _may_begin_at_zero(reader.input_quantizer)
 
 
 def _may_begin_at_zero(quantizer: Quantizer) -> bool:
-    """Whether its grid begins at zero if its zero point is 0, and training does not change that."""
+    """Whether its grid begins at zero if its zero point is 0, and its zero point is not learned."""
     return type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0
 
 
@@ -177,7 +180,7 @@ def _name(node: fx.Node, root: fx.GraphModule) -> str | None:
 
 
 def _dropouts_behind(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
-    """The dropouts that alone read it, in a chain."""
+    """The chain of dropouts after a node, each the only reader of the one before."""
     found: list[fx.Node] = []
     while isinstance(only_reader(node, root), nn.Dropout):
         (node,) = node.users

@@ -1,9 +1,13 @@
-"""A convolution or linear layer and the quantizer of its input as one node of autograd.
+"""`FusedLayer`: a convolution or linear layer and the quantizer of its input as one node of autograd.
 
 Two nodes would keep two tensors for the backward: the quantizer its input, for the gradient of the scale, and the layer
 the quantized copy of it, for that of the weight. One node can recompute the copy, which is one pass over memory, and
-it saves half of the time to start two nodes from Python. Values and gradients are those of the two. An activation
-function before the quantizer can be part of the node too: then its output is not kept either.
+it saves half of the time to start two nodes from Python. An activation function before the quantizer can be part of
+the node too: then its output is not kept either.
+
+The invariant: values, dtypes and gradients are those of the two nodes, also under autocast and for second derivatives.
+Where that is not certain (a hook, a dtype that two nodes would convert), the plain modules run. `Acceleration` replaces
+the forward of every `WeightedQuantOpr` by this.
 """
 
 from __future__ import annotations
@@ -27,11 +31,17 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import reads_copies
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 from sparsebit.quantization.speed.first_layer import first_layer
-from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_fuse, rounds_otherwise, substitute_of
+from sparsebit.quantization.speed.fusion_guards import (
+    Substitute,
+    may_fuse,
+    rounds_otherwise,
+    runs_user_code,
+    substitute_of,
+)
 from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recompute_of
 from sparsebit.quantization.speed.savings import Savings
 
-LARGE = 16 << 20  # bytes; below, recomputing costs more time than the memory is worth
+LARGE = 16 << 20  # bytes; recomputing a smaller copy costs more time than its memory is worth
 # Layers whose arithmetic is known by their class.
 _LAYERS = frozenset(
     kind
@@ -48,7 +58,7 @@ class _Linear:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = F.linear(x, weight, bias)
-        # Not a view (of a matrix): a view returned by a custom node cannot be changed in place.
+        # `unsafe_chunk` returns the same memory, not as a view: a view from a custom node cannot be changed in place.
         return torch.unsafe_chunk(y, 1)[0] if y._is_view() else y
 
     def reads_input(self, needs_weight: bool) -> bool:
@@ -85,10 +95,10 @@ class _Conv(NamedTuple):
         return found
 
 
-class _Plan(NamedTuple):
-    """The arguments of a call besides its tensors.
+class _Settings(NamedTuple):
+    """The arguments of a call other than its tensors.
 
-    `activation`: before the quantizer. `kept_below`: bytes; a larger quantized copy is recomputed.
+    `activation`: the function before the quantizer. `kept_below`: bytes; a larger quantized copy is recomputed.
     """
 
     grid: Grid
@@ -107,13 +117,13 @@ class _Plan(NamedTuple):
 class _QuantizedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings
     ) -> Tensor:
-        copy = quantized(x, scale, zero_point, *plan.rounding, intercepted=False)
-        is_kept = copy.nbytes < plan.kept_below and plan.layer.reads_input(ctx.needs_input_grad[3])
+        copy = quantized(x, scale, zero_point, *settings.rounding, intercepted=False)
+        is_kept = copy.nbytes < settings.kept_below and settings.layer.reads_input(ctx.needs_input_grad[3])
         ctx.save_for_backward(x, scale, zero_point, weight, copy if is_kept else None)
-        ctx.plan = plan
-        return plan.layer.forward(copy, weight, bias)
+        ctx.settings = settings
+        return settings.layer.forward(copy, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,28 +132,32 @@ class _QuantizedLayer(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, weight, copy = ctx.saved_tensors
-    plan: _Plan = ctx.plan
+    settings: _Settings = ctx.settings
     *needs, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    if copy is None and plan.layer.reads_input(needs_weight):
-        copy = quantized(x, scale, zero_point, *plan.rounding)
-    by_input, by_weight, by_bias = plan.layer.backward(grad, copy, weight, (any(needs), needs_weight, needs_bias))
+    if copy is None and settings.layer.reads_input(needs_weight):
+        copy = quantized(x, scale, zero_point, *settings.rounding)
+    by_input, by_weight, by_bias = settings.layer.backward(grad, copy, weight, (any(needs), needs_weight, needs_bias))
     found: tuple[Tensor | None, ...] = (None, None, None)
     if by_input is not None:
-        found = gradients_of(by_input, x, scale, zero_point, plan.grid, plan.gradient, tuple(needs), plan.activation)
+        found = gradients_of(
+            by_input, x, scale, zero_point, settings.grid, settings.gradient, tuple(needs), settings.activation
+        )
     return (*found, by_weight, by_bias, None)
 
 
 def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """For second derivatives: the gradients of the two nodes, as far as they have any."""
+    """The gradients with a graph of their own, for second derivatives: the two nodes run again, and are derived."""
     x, scale, zero_point, weight, _ = ctx.saved_tensors
-    plan: _Plan = ctx.plan
-    value = ACTIVATIONS[plan.activation].value(x) if plan.activation else x
-    copy = operator.fake_quantize(value, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
+    settings: _Settings = ctx.settings
+    value = ACTIVATIONS[settings.activation].value(x) if settings.activation else x
+    copy = operator.fake_quantize(value, scale, zero_point, *settings.grid, settings.gradient, settings.tag).to(
+        settings.dtype
+    )
     needs = ctx.needs_input_grad[:5]
-    # A bias is added for any of its values.
-    channels = grad.shape[1 if isinstance(plan.layer, _Conv) else -1]
+    # The bias was not saved. Gradients do not depend on its value, so zeros take its place.
+    channels = grad.shape[1 if isinstance(settings.layer, _Conv) else -1]
     bias = weight.new_zeros(channels).requires_grad_() if needs[4] else None
-    output = plan.layer.forward(copy, weight, bias)
+    output = settings.layer.forward(copy, weight, bias)
     inputs = [tensor for tensor, needed in zip((x, scale, zero_point, weight, bias), needs, strict=True) if needed]
     found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True, allow_unused=True))
     return (*(next(found) if needed else None for needed in needs), None)
@@ -154,45 +168,47 @@ _LINEAR = _Linear()
 
 
 class FusedLayer(Substitute):
-    """Replaces a layer's forward: the layer and the quantizer of its input as one node, if they can be one.
+    """Replaces a layer's forward: the layer and its input's quantizer run as one node where that is possible.
 
-    `packs`: whether tensors that can be recomputed are not kept for the backward; None: on a GPU, if they are large.
+    `packs`: whether tensors that can be recomputed are dropped after the forward; None: large ones, on a GPU.
     """
 
     def __init__(self, layer: WeightedQuantOpr, packs: bool | None, savings: Savings) -> None:
         self.layer, self.packs, self.savings = layer, packs, savings
-        rounds_otherwise(layer.input_quantizer)  # cached for this class, because a compiler cannot compute it
+        rounds_otherwise(layer.input_quantizer)  # fills a cache for this class, because a compiler cannot compute it
         self.quantized_weight: Tensor | None = None  # set by `weight_batches` for this forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        # Checked first: a compiler checks everything that is read here before every call.
+        # Checked first: everything that is read here while compiling becomes a guard, checked before every call.
         is_left = torch.compiler.is_compiling() and self._is_left_to_a_compiler(args)
         if not is_left and len(args) == 1 and not kwargs and self.computes_itself:
             return self.compute(args[0])
         return type(layer).forward(layer, *args, **kwargs)
 
     def _is_left_to_a_compiler(self, args: tuple[Any, ...]) -> bool:
-        """A compiler fuses by itself. Only the first layer is written differently for it."""
+        """Whether a compiler gets the plain layer, as it fuses by itself: all but the first layer (`first_layer`)."""
         return type(self.layer.op) is not nn.Conv2d or len(args) != 1 or args[0].requires_grad
 
     @property
     def computes_itself(self) -> bool:
-        """Whether the layer trains and only runs its arithmetic; otherwise the layer itself is called."""
+        """Whether the layer trains and nothing but its arithmetic runs; otherwise the layer itself is called."""
         layer = self.layer
-        return layer.training and layer.weight_quantizer.is_enable and _is_plain(layer.op) and not is_seen(layer.op)
+        return (
+            layer.training and layer.weight_quantizer.is_enable and _is_plain(layer.op) and not runs_user_code(layer.op)
+        )
 
     def compute(self, x: Any, gradient: Gradient | None = None, activation: str = "") -> Any:
         """The layer on the quantized `x`, with the named activation function before the quantizer.
 
-        `gradient`: that of the quantizer, and of a ReLU before it.
+        `gradient`: which gradient the rounding has, if not the quantizer's own: a fused ReLU changes it.
         """
         layer = self.layer
         op, quantizer = layer.op, layer.input_quantizer
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
-        if may_be_fused and reads_copies(quantizer):
+        if may_be_fused and reads_copies(quantizer):  # the quantizer's hook copies its input, and does not run here
             x = x.clone()
         if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)
@@ -211,12 +227,13 @@ class FusedLayer(Substitute):
             x = quantizer(ACTIVATIONS[activation].value(x) if activation else x)
         else:
             x = dispatch.fake_quantize(x, *quantizer.operands(), quantizer.spec, gradient=gradient, tag=quantizer.name)
-        return as_autocast(x) if recompute_of(x) is not None else x  # otherwise autocast would keep its own copy
+        # Autocast would keep a converted copy for the backward; converted here, the copy can be recomputed, too.
+        return as_autocast(x) if recompute_of(x) is not None else x
 
     def _as_one_node(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient, activation: str
     ) -> Tensor | None:
-        """The layer as one node; None if that is impossible, or if it would keep more than two nodes."""
+        """The layer as one node; None if it cannot be, or if its input needs no gradient: two nodes keep less."""
         quantizer = self.layer.input_quantizer
         arithmetic = _arithmetic(self.layer.op, x)
         scale, zero_point = quantizer.operands()
@@ -229,10 +246,10 @@ class FusedLayer(Substitute):
             dtype = half
             weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
         elif half is not None or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
-            return None  # two nodes convert it, or raise
+            return None  # mixed dtypes: the plain modules convert them, or raise torch's error
         grid, kept_below = grid_of(quantizer.spec), self._kept_below(x)
-        plan = _Plan(grid, gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
-        return _apply(x, scale, zero_point, weight, bias, plan)
+        settings = _Settings(grid, gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
+        return _apply(x, scale, zero_point, weight, bias, settings)
 
     def _kept_below(self, x: Tensor) -> float:
         """The size in bytes from which a quantized copy is recomputed."""

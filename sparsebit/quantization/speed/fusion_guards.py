@@ -1,7 +1,7 @@
-"""`may_fuse`, with every reason for computing ops and the quantizers after them one by one.
+"""`may_fuse`: whether a fused step may replace a quantizer and the modules around it, with every reason against it.
 
-A fused step computes the same as the plain modules. It may replace them only if nothing else runs with them and
-nothing else sees the values in between. Hooks and switches may come at any time: the reasons are checked at every call.
+A fused step computes the same as the plain modules. It may replace them only if no other code runs with them and
+none sees the values in between. Hooks and switches may be set at any time, so the reasons are checked at every call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ON_INSTANCES = ("fake_quantize", "transform", "operands", "GRADIENT")
 
 
 class Substitute:
-    """Has a `forward` that replaces a module's own and computes the same.
+    """A `forward` that replaces a module's own and computes the same.
 
-    It is set on the instance: names, hooks and the state_dict stay those of the module.
+    It is set on the module's instance, so names, hooks and the state_dict do not change.
     """
 
     forward: Callable[..., Any]
@@ -52,15 +52,15 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and substitute_of(module) is None
 
 
-def is_seen(module: nn.Module) -> bool:
+def runs_user_code(module: nn.Module) -> bool:
     """Whether a call of the module runs a user's code: a hook, a forward of the instance, or a separate compiler."""
     return is_hooked(module) or has_own_forward(module) or module._compiled_call_impl is not None
 
 
-def _is_seen_quantizer(quantizer: Quantizer) -> bool:
-    """`is_seen` for a quantizer, without counting the hook that makes it read copies."""
+def _quantizer_runs_user_code(quantizer: Quantizer) -> bool:
+    """`runs_user_code` for a quantizer; this package's own hook (`read_copies`) does not count."""
     if not reads_copies(quantizer):
-        return is_seen(quantizer)
+        return runs_user_code(quantizer)
     others = (quantizer._forward_hooks, quantizer._backward_hooks, quantizer._backward_pre_hooks)
     has_others = len(quantizer._forward_pre_hooks) > 1 or any(others)
     return has_others or has_own_forward(quantizer) or quantizer._compiled_call_impl is not None
@@ -73,7 +73,7 @@ def rounds_otherwise(quantizer: Quantizer) -> bool:
     return has_own or quantizer.spec.format != "integer" or not _rounds_as_base(kind)
 
 
-_ROUND_AS_BASE: dict[Any, bool] = {}  # by class; a compiler reads it, and cannot look at the methods itself
+_ROUND_AS_BASE: dict[Any, bool] = {}  # by class; a compiler can read a dict, but not compare methods
 
 
 def _rounds_as_base(kind: Any) -> bool:
@@ -83,7 +83,7 @@ def _rounds_as_base(kind: Any) -> bool:
 
 
 def is_deterministic(quantizer: Quantizer) -> bool:
-    """Whether equal inputs have equal outputs: it draws no random numbers, and its range does not follow data."""
+    """Whether equal inputs have equal outputs: no random numbers, and no range that follows the data."""
     return not quantizer.follows and has_our_methods(quantizer, "fake_quantize", "operands", "qparams", "transform")
 
 
@@ -100,17 +100,17 @@ REASONS: dict[str, Reason] = {
         quantizer.observing or quantizer.follows
     ),
     "the quantizer rounds otherwise": lambda quantizer, modules, x: rounds_otherwise(quantizer),
-    # Its references point to modules of the original.
+    # Replicas share their references (`Substitute`, quantizers in tuples) with the original module.
     "a part is a DataParallel copy": lambda quantizer, modules, x: any("_is_replica" in m.__dict__ for m in modules),
     "a hook, a forward of its own or a compiler sees a part": lambda quantizer, modules, x: (
-        any(map(is_seen, modules)) or _is_seen_quantizer(quantizer)
+        any(map(runs_user_code, modules)) or _quantizer_runs_user_code(quantizer)
     ),
 }
 
 
 def may_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> bool:
-    """Whether there is no reason why `x`, `modules` and `quantizer` must be computed one by one."""
-    for holds in REASONS.values():  # noqa: SIM110 - a compiler traces it
+    """Whether `x`, `modules` and `quantizer` may be computed in one step: none of the reasons holds."""
+    for holds in REASONS.values():  # noqa: SIM110 - a loop, because a compiler traces it
         if holds(quantizer, modules, x):
             return False
     return True

@@ -1,4 +1,12 @@
-"""`Recompute`: how to recompute a tensor. Autograd saves it instead of the tensor (`saved_activations`)."""
+"""`Recompute`: how to recompute a tensor. Autograd saves it instead of the tensor.
+
+`attach_recompute` stores a function and its arguments on an output tensor. While `packing()` is active, autograd's
+hooks for saved tensors (`_pack`) save that object instead of the values, and `_unpack` runs it in the backward.
+`saved_activations.py` and `fused_layer.py` decide which outputs get one.
+
+The invariant: recomputed values equal the dropped ones bit for bit. So the function must be deterministic, autocast
+must be as in the forward, and nothing that it reads may have changed; versions are compared, and a change raises.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +30,9 @@ _CHANGED = (
 
 
 class Recompute:
-    """How to recompute a tensor: a function and its arguments, some of which are recomputed themselves.
+    """A function and its arguments, some of which are recomputed themselves.
 
-    Between forward and backward nothing that the function reads may change: its arguments, and the tensors in `read`;
-    the versions of all of them are compared.
+    `read`: tensors that the function reads besides its arguments; their versions are compared, too.
     """
 
     def __init__(
@@ -42,7 +49,7 @@ class Recompute:
         self.value: Tensor | None = None
         self.version = output._version
         self.function = function
-        # Without their history: this object must not keep the autograd graph alive.
+        # Detached from their history: this object must not keep the autograd graph alive.
         self.args = [_without_history(arg) for arg in args]
         self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
         self.watched: list[Tensor] = list(read)
@@ -59,7 +66,7 @@ class Recompute:
             self.autocast = {"device_type": kind, "dtype": dtype, "enabled": is_on, "cache_enabled": False}
 
     def read(self) -> Tensor:
-        """The tensor: computed for the first reader, and released after the last expected one."""
+        """The tensor, which is computed for the first reader, and released after the last one that packed it."""
         self.num_readers -= 1
         value = self.value if self.value is not None else self._computed()
         self.value = value if self.num_readers > 0 else None
@@ -70,7 +77,7 @@ class Recompute:
             raise SparsebitError(_CHANGED)
         args = [_unpack(arg) for arg in self.args]
         kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
-        if self.autocast is None and not torch.is_grad_enabled():  # the usual case in a backward
+        if self.autocast is None and not torch.is_grad_enabled():  # the usual case: skips the context managers
             return self.function(*args, **kwargs)
         with torch.no_grad(), _NOTHING if self.autocast is None else torch.autocast(**self.autocast):
             return self.function(*args, **kwargs)
@@ -85,18 +92,18 @@ def attach_recompute(
     *,
     autocasts: bool = True,
 ) -> None:
-    """`autocasts`: whether the function's types depend on autocast; `read`: tensors it reads besides its arguments."""
+    """`autocasts`: whether the function's dtypes depend on autocast; `read`: tensors it reads besides its arguments."""
     setattr(output, _ATTRIBUTE, Recompute(output, function, args, kwargs or {}, read, autocasts=autocasts))
 
 
 def recompute_of(tensor: Any) -> Recompute | None:
-    """The recompute function of a tensor; None also for one that was changed in place since."""
+    """How to recompute a tensor; None if it has no recompute function, or has been changed in place."""
     found: Recompute | None = getattr(tensor, _ATTRIBUTE, None)
     return found if found is not None and found.version == tensor._version else None
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """A recomputed float32 tensor in the type that autocast will convert it to; the result is recomputed too."""
+    """A float32 tensor in the dtype that autocast would convert it to; the result can be recomputed, too."""
     dtype = autocast_dtype(x.device.type)
     if x.dtype != torch.float32 or dtype is None:
         return x
@@ -141,7 +148,7 @@ class View:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor itself, with its version: torch does not compare versions of what hooks return."""
+    """A tensor that is kept, with its version: torch does not compare versions of what pack hooks return."""
 
     tensor: Tensor
     version: int
@@ -159,7 +166,7 @@ def _pack(tensor: Tensor) -> Recompute | View | Kept:
         return recompute
     recompute = recompute_of(tensor._base)  # None for a tensor that is not a view
     if recompute is None:
-        # An op that keeps its own output would keep itself alive.
+        # Detached, because an op that saves its own output would otherwise keep itself alive in a reference cycle.
         return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
     recompute.num_readers += 1
     return View(recompute, tensor.shape, tensor.stride(), int(tensor.storage_offset()))

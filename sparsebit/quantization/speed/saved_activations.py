@@ -4,6 +4,9 @@ A convolution keeps its input for the gradient of its weight. That input is a fa
 kept anyway, for the gradient of the scale, so the copy need not be kept. The same holds after normalizations and
 activation functions, which keep their own inputs. Then only the outputs of the heavy ops are kept, once; in the
 backward the same kernels run again on the same numbers, so that gradients are equal bit by bit.
+
+This file chooses the modules and functions; `recomputation.py` has the mechanism. Active if the user calls
+`pack_saved_activations()`.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from sparsebit.quantization.speed.fusion_guards import Substitute, is_determinis
 from sparsebit.quantization.speed.recomputation import attach_recompute, recompute_of, relu
 from sparsebit.quantization.speed.training_graph import Draft, FusedStep
 
-# Ops that keep their input for the backward and are few operations each, by their names in the table of ops: modules
-# and functions. ReLU is not among them: it keeps its output.
+# Cheap ops that keep their input for the backward, by their names in the table of ops: module class and functions. ReLU
+# keeps its output instead, and has its own function (`recomputation.relu`).
 _RECOMPUTED: dict[str, tuple[type[nn.Module], tuple[Callable[..., Any], ...]]] = {
     "layer_norm": (nn.LayerNorm, (F.layer_norm, torch.layer_norm)),
     "group_norm": (nn.GroupNorm, (F.group_norm, torch.group_norm)),
@@ -48,7 +51,7 @@ _MODULES = frozenset(
 
 
 def record_modules(model: nn.Module) -> None:
-    """Attach a recompute function to the outputs of quantizers and cheap modules, by replacing their forwards."""
+    """Replace the forwards of quantizers and cheap modules by ones that attach a recompute function to the output."""
     for module in model.modules():
         if is_itself(module, Quantizer):
             substitute(module, RecordedQuantizer(module))
@@ -111,7 +114,7 @@ class RecordedModule(Substitute):
         module = self.module
         x = next(iter((*args, *kwargs.values())))
         if type(module) is nn.ReLU and recompute_of(x) is None:
-            return  # its input would be kept only for this
+            return  # the input of this ReLU would be kept only for recomputing its output: nothing is saved
         if not all(is_deterministic(inner) for inner in module.modules() if is_itself(inner, Quantizer)):
             return
         function = _Normalized(module) if is_itself(module, _BatchNorm) else _Called(module)
@@ -134,7 +137,7 @@ class RecordedFunction(FusedStep):
 
 
 def _is_kept(output: Any) -> bool:
-    """Whether a backward may need it."""
+    """Whether autograd may keep it for a backward."""
     return isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling()
 
 
@@ -145,7 +148,7 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 
 class _Normalized:
-    """A batch norm that does not update the running statistics: they have seen this batch."""
+    """A batch norm as a function that does not update the running statistics, which contain this batch already."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         by_batch = norm.training or norm.running_mean is None
@@ -159,7 +162,7 @@ class _Normalized:
 
 
 class _Called:
-    """A module with its current parameters."""
+    """A module as a function with its current parameters, whatever the module holds when it is called."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

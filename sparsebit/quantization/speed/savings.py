@@ -17,8 +17,8 @@ class Savings:
     weight_batches: bool = True  # all weights are quantized in a few kernels
     relus: bool = True  # a quantizer whose grid begins at zero replaces the ReLU before it
     activations: bool = True  # GELU and SiLU are computed in the kernels of the quantizer after them
-    joined_selects: bool = True  # the parts of one tensor are taken at once
-    stacked_quantizers: bool = True  # and quantized at once
+    joined_selects: bool = True  # the parts of one tensor (q, k, v) are selected in one op
+    stacked_quantizers: bool = True  # and quantized in one kernel
     recomputed_copies: bool = True  # large quantized copies are not kept for the backward
 
     @classmethod
@@ -27,6 +27,6 @@ class Savings:
         known = [field.name for field in fields(cls)]
         unknown = [name for name in names if name not in known]
         if isinstance(names, str) or unknown:
-            told = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
-            raise ConfigError(f"accelerate(without={told}): give a list of names out of {', '.join(known)}")
+            shown = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
+            raise ConfigError(f"accelerate(without={shown}): give a list of names out of {', '.join(known)}")
         return cls(**dict.fromkeys(names, False))

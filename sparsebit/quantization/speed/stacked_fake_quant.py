@@ -1,7 +1,8 @@
 """Fake-quant of tensors that are stacked in one (the queries, keys and values of one product), each with one scale.
 
-As one autograd node, whose backward writes the gradient of each part to its place in the whole. Separate nodes would
-return tensors that must be put together again, in the memory order of the product.
+It is one autograd node, whose backward writes the gradient of each part to its place in the whole. Separate nodes would
+return tensors that must be put together again, in the memory order of the product. Two faces of the same functions:
+`fake_quantize_stacked` for eager training, and the operator `sparsebit::fake_quantize_stacked` for compiled graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Gradients: TypeAlias = list[Tensor | None]  # of x, of the scales, of the zero p
 
 
 class Stack(NamedTuple):
-    """Properties that the quantizers share, besides scales and zero points; `tags` are separated by line breaks."""
+    """All settings that the quantizers share. `tags`: their names, separated by line breaks."""
 
     dim: int
     qmin: int
@@ -33,7 +34,7 @@ class Stack(NamedTuple):
 
 
 class _FakeQuantizeStacked(torch.autograd.Function):
-    """`numbers`: the scales of all parts, then the zero points."""
+    """`numbers`: the scales of all parts, then their zero points."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stack: Stack, *numbers: Tensor) -> tuple[Tensor, ...]:
@@ -61,12 +62,12 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _gradients_once = once_differentiable(_gradients)
-# As in `operator`.
+# Skips a wrapper in Python around `apply`, as `numerics/fake_quant/operator.py` does.
 _record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _FakeQuantizeStacked).apply
 
 
 def fake_quantize_stacked(x: Tensor, stack: Stack, scales: Numbers, zero_points: Numbers) -> tuple[Tensor, ...]:
-    """`x.unbind(stack.dim)`, each on its own grid. `x` has a form (`stack_form`)."""
+    """`x.unbind(stack.dim)`, each part on its own grid. `stack_form(x)` must not be None."""
     return _record(x, stack, *scales, *zero_points)
 
 
@@ -91,7 +92,7 @@ def _backward(
     *,
     in_graph: bool = False,
 ) -> Gradients:
-    """`needs`: of x, each scale, each zero point."""
+    """The gradients. `needs`: which are needed, of x, of each scale, of each zero point."""
     dim, qmin, qmax, gradient, _ = stack
     pieces, form = x.unbind(dim), stack_form(x, dim)
     needs_x, by_scale, by_zero_point = needs[0], *_halves(needs[1:])
@@ -116,7 +117,7 @@ def _backward(
 
 
 def _totals(sums: Tensor | None, needs: Sequence[bool], params: Sequence[Tensor], *, in_graph: bool) -> Gradients:
-    """A row of sums for each parameter, added up; in a graph one by one, so that all of a model's are found there."""
+    """Add up each parameter's row of partial sums; in a graph row by row, so that a compiler finds all of a model's."""
     if sums is None:
         return [None] * len(params)
     totals = [row.sum() for row in sums.unbind(0)] if in_graph else sums.sum(1).unbind(0)
@@ -128,7 +129,7 @@ def _halves(both: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return both[: len(both) // 2], both[len(both) // 2 :]
 
 
-# --- the same for a compiled graph (`inductor_fusions`): on a GPU a compiler sees the kernels, elsewhere nothing
+# --- the same as an operator, for a compiled graph (`inductor_fusions`); on a GPU the compiler sees its kernels
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")
 _ARGUMENTS = "Tensor x, Tensor[] scales, Tensor[] zero_points, int dim, int qmin, int qmax, str gradient, str tags"

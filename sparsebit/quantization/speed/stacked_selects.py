@@ -1,4 +1,4 @@
-"""The selects that take q, k and v from one tensor, replaced by one op, which also quantizes if quantizers follow.
+"""Rewrites that replace the selects which take q, k and v from one tensor by one op; it can quantize them, too.
 
 The backward of a select fills a tensor of the whole's size with zeros, and all of those are added up; that of `unbind`
 stacks the parts. On a GPU, quantizers after all parts run as one kernel.
@@ -56,7 +56,7 @@ class StackedQuantizers(FusedStep):
         place_of = {index: place for place, index in enumerate(self.indices)}
         if place_of.keys() != set(range(num_parts)) or stack_form(x, self.dim) is None:
             return None
-        readers = [self.readers[place_of[index]] for index in range(num_parts)]  # in the order of memory
+        readers = [self.readers[place_of[index]] for index in range(num_parts)]  # in the order of the parts in memory
         quantizers = [reader.input_quantizer for reader in readers]
         if any(reader.notes_grid for reader in readers) or not _are_alike(quantizers):
             return None
@@ -124,7 +124,7 @@ class _Group(NamedTuple):
 
 
 def _groups(draft: Draft) -> list[_Group]:
-    """Groups in which neither parts nor their readers are written into, as results of `unbind` must not be."""
+    """Groups in which neither parts nor their readers are written in place, which torch forbids after `unbind`."""
     written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
     found: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in draft.graph.nodes:

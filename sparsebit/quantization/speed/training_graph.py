@@ -21,7 +21,7 @@ Rewrite = Callable[["Draft"], None]
 
 
 class Draft:
-    """The nodes that are rewritten: a copy of those of `root`."""
+    """The nodes that are rewritten: a copy of those of `root`. `copies`: a node of `root` -> its copy."""
 
     def __init__(self, root: CapturedGraph) -> None:
         self.root, self.graph = root, fx.Graph()
@@ -39,7 +39,7 @@ class Draft:
 
 
 class FusedStep:
-    """A callable in a training graph."""
+    """A callable that a rewrite puts into a training graph, in the place of nodes."""
 
     __call__: Callable[..., Any]
 
@@ -48,7 +48,10 @@ class FusedStep:
 
 
 class TrainingGraph(Substitute):
-    """Replaces `root`'s forward."""
+    """Replaces `root`'s forward by code that is generated from rewritten nodes, at the first training step.
+
+    It is generated again if the graph is recompiled or one of its modules is replaced (`_is_current`).
+    """
 
     def __init__(self, root: CapturedGraph, rewrites: tuple[Rewrite, ...]) -> None:
         self.root, self.rewrites = root, rewrites

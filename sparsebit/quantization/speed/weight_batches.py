@@ -1,4 +1,4 @@
-"""Fake-quantizes a model's weights in a few kernels before a training step, instead of one per layer."""
+"""`WeightBatches`: fake-quantizes a model's weights in a few GPU kernels before a training step, not one per layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from sparsebit.quantization.speed.recomputation import autocast_dtype
 if TYPE_CHECKING:
     from sparsebit.kernels.foreach_fake_quant import RowBatch
 
-LARGEST_BATCH = 32 << 20  # elements: a batch is one more copy in memory
-# Gradients of a batch are ready together: with other processes, batches are small, so that sending can begin early.
+LARGEST_BATCH = 32 << 20  # elements: the quantized weights of a batch are one more copy in memory
+# The gradients of a batch are ready at the same time. With several processes batches are small, so that sending
+# gradients can begin while the backward still runs.
 LAYERS_PER_BATCH = 16
 _ROWS = frozenset({"conv", "linear"})
 
@@ -39,7 +40,7 @@ class WeightBatches:
         """
         self.root = root
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
-        # A weight that is computed when it is read (parametrizations, hooks) is read once, by its layer.
+        # A weight that is computed when it is read (parametrizations, hooks) must be read once, by its layer.
         layers = [m for m in called if type(m) is WeightedQuantOpr and m.row.name in _ROWS]
         self.layers = [layer for layer in layers if layer.op._parameters.get("weight") is not None]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
@@ -87,6 +88,7 @@ class WeightBatches:
         groups: list[tuple[bool, list[FusedLayer]]] = []
         if not self.layers or not shows_kernels(_weight(self.layers[0])):
             return groups
+        # One kind of quantizer per batch, as the kernel has one gradient. Others quantize their weights by themselves.
         for kind, learns in ((LSQ, True), (Uniform, False)):
             most = LAYERS_PER_BATCH if is_distributed() else len(self.layers)
             batch: list[FusedLayer] = []

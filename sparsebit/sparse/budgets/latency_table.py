@@ -64,8 +64,8 @@ class LatencyShare:
         return abs(self.ratio / self.asked - 1) <= TOLERANCE
 
     def __str__(self) -> str:
-        told = f"latency: {self.ratio:.3f} of the dense model's, {self.asked:.3f} asked, {self.predicted:.3f} predicted"
-        return f"{told} ({self.reason})" if self.reason else told
+        text = f"latency: {self.ratio:.3f} of the dense model's, {self.asked:.3f} asked, {self.predicted:.3f} predicted"
+        return f"{text} ({self.reason})" if self.reason else text
 
 
 def at_share(curve: Curve, share: float) -> float:

@@ -28,8 +28,8 @@ LATENCY = "latency"
 class LayerWeight:
     """The full cost of one parameter, and the groups on its first two axes: (group, share per unit).
 
-    `outputs`: how many numbers its layer computes in one call; `made`: the group of these channels. `times`: of its
-    layer, by the remaining share of the parameter.
+    `outputs`: how many numbers its layer computes in one call; `output_group`: the group of these channels. `times`:
+    of its layer, by the remaining share of the parameter.
     """
 
     name: str
@@ -37,7 +37,7 @@ class LayerWeight:
     bytes: float
     axes: tuple[tuple[str, float], ...]
     outputs: float = 0.0
-    made: str = ""
+    output_group: str = ""
     times: Curve = ()
 
     def amount(self, budget: str, share: float) -> float:
@@ -65,9 +65,9 @@ def weights_of(model: nn.Module, groups: Mapping[str, Group], call: Call) -> lis
     for name, parameter in parameters.items():
         axes = tuple(shares[name, dim] for dim in range(2) if (name, dim) in shares)
         size, times = parameter.numel(), positions.get(name, 0.0)
-        made = shares[name, 0][0] if times and (name, 0) in shares else ""
+        output_group = shares[name, 0][0] if times and (name, 0) in shares else ""
         outputs = times * parameter.shape[0] if times else 0.0
-        found.append(LayerWeight(name, size * times, float(parameter.nbytes), axes, outputs, made))
+        found.append(LayerWeight(name, size * times, float(parameter.nbytes), axes, outputs, output_group))
     return found
 
 
@@ -119,6 +119,14 @@ def tables(
     return single, pairs, fixed
 
 
+def tightened(limits: Mapping[str, float], over: Mapping[str, float]) -> dict[str, float]:
+    """Lower limits for the next solution, by how much the last one exceeded them (`over`: 1 is just within).
+
+    An exceeded limit falls by at least 0.2 %, so a loop ends with a choice or, once no option fits, a BudgetError.
+    """
+    return {name: limit * min(1.0, 0.998 / over[name]) for name, limit in limits.items()}
+
+
 def choose_options(
     costs: Mapping[str, Sequence[float]],
     counts: Mapping[str, Sequence[int]],
@@ -141,8 +149,8 @@ def choose_options(
         if costs:  # fixed costs are added to each option of one group, so that errors show the full numbers
             item = next(iter(costs))
             single[item] = [used + fixed for used in single.get(item, [0.0] * len(costs[item]))]
-        told = f"{name} (ms)" if name == LATENCY else name
-        budgets.append(Budget(told, limit * sum(weight.amount(name, 1.0) for weight in listed), single, pairs))
+        title = f"{name} (ms)" if name == LATENCY else name
+        budgets.append(Budget(title, limit * sum(weight.amount(name, 1.0) for weight in listed), single, pairs))
     return choose(costs, budgets, gap=1e-3)
 
 
@@ -161,12 +169,12 @@ def timed_weights(
     curves, rest = clock.curves(units, shares)
     outputs: defaultdict[str, float] = defaultdict(float)
     for weight in weights:
-        if weight.made:
-            outputs[weight.made] += weight.outputs
+        if weight.output_group:
+            outputs[weight.output_group] += weight.outputs
     total = sum(outputs.values())
     others = []
     for group, count in outputs.items():
         each = next(each for weight in weights for name, each in weight.axes if name == group)
         times = tuple((left, ms * count / total) for left, ms in rest) if total else ()
-        others.append(LayerWeight(f"(beside layers, {group})", 0.0, 0.0, ((group, each),), times=times))
+        others.append(LayerWeight(f"(outside of layers, {group})", 0.0, 0.0, ((group, each),), times=times))
     return [*(replace(weight, times=curves.get(weight.name, ())) for weight in weights), *others]

@@ -35,8 +35,8 @@ class MeasuredTime:
     def __str__(self) -> str:
         if self.ratio is None:
             return f"not measured: {self.reason}"
-        told = f"{self.dense_ms:.3g} ms -> {self.small_ms:.3g} ms ({self.ratio:.3f}) in ONNX Runtime, 1 thread"
-        return told if self.is_faster else f"{told}: not faster; {_HINT}"
+        text = f"{self.dense_ms:.3g} ms -> {self.small_ms:.3g} ms ({self.ratio:.3f}) in ONNX Runtime, 1 thread"
+        return text if self.is_faster else f"{text}: not faster; {_HINT}"
 
 
 def measured_time(dense: nn.Module, small: nn.Module, example_inputs: Any) -> MeasuredTime:

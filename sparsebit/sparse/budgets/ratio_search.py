@@ -24,7 +24,7 @@ from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import tensors_of
 from sparsebit.progress import track
 from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare, MakePlan
-from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights
+from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, tightened, timed_weights
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
 from sparsebit.sparse.channels.groups import Group, Unit, layers_of
 from sparsebit.sparse.proof.channel_proof import mask_units
@@ -202,8 +202,8 @@ class _Search:
             over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
             if max(over.values(), default=0.0) <= 1:
                 break
-            # The program counts layers only; the cost of everything else in the model shows only in the model itself.
-            limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
+            # The program counts layers alone; the rest of the model is counted only in the smaller model itself.
+            limits = tightened(limits, over)
         kept = {name: own[chosen[name]] for name, own in counts.items()}
         dense = sum(weight.amount(LATENCY, 1.0) for weight in weights) or 1.0
         predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in weights) / dense
@@ -228,14 +228,15 @@ class _Search:
             tried.append((found, LatencyShare(asked, ratio, found.predicted, len(tried) + 1)))
             if tried[-1][1].is_near or len(tried) == _MOST_TRIES:
                 break
+            # The table is wrong by about the same factor for the next model, so the target is corrected by that factor.
             aim *= asked / tried[-1][1].ratio
         best, latency = min(tried, key=lambda pair: abs(pair[1].ratio / asked - 1))
         latency = replace(latency, tries=len(tried))
         if not latency.is_near:
             away, side = abs(latency.ratio / asked - 1), "slower" if latency.ratio > asked else "faster"
-            told = f"{away:.0%} {side} than asked; the nearest of {len(tried)} that were timed"
-            latency = replace(latency, reason=told)
-            log.warning("budget latency=%g: the smaller model is %s", asked, told)
+            reason = f"{away:.0%} {side} than asked; the nearest of {len(tried)} that were timed"
+            latency = replace(latency, reason=reason)
+            log.warning("budget latency=%g: the smaller model is %s", asked, reason)
         return best, latency
 
 

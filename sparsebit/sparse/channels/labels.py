@@ -83,6 +83,7 @@ class LabelSets:
     def join_rows(self, rows: Tensor, reason: str) -> None:
         """Make one set of all labels in a row, `(sets, labels)`. FIXED among them pins the set; FREE has no effect."""
         if rows.numel():
+            # FREE and FIXED are smaller than every atom, so the largest label of a row is an atom if the row has one.
             self.join_pairwise(rows.amax(1, keepdim=True).expand_as(rows), rows, reason)
 
     def join_pairwise(self, first: Tensor, second: Tensor, reason: str) -> None:
@@ -94,6 +95,7 @@ class LabelSets:
         low, high = torch.minimum(one, other)[differ], torch.maximum(one, other)[differ]
         stays = low == FIXED
         merged = self._united(low[~stays], high[~stays])
+        # A pinned set that was merged into another one passes its pin and its reason to the new representative.
         moved = merged[self._is_pinned[merged]].unique()
         self._pin(self.roots(moved), [self._reasons.pop(label) for label in moved.tolist()])
         pinned = self.roots(high[stays])
@@ -107,6 +109,8 @@ class LabelSets:
             self._listed = None
             self.num_unions += 1
             merged.append(high)
+            # The smallest label represents its set. Parents therefore only decrease, and a batch of unions makes no
+            # cycle.
             self._parent.scatter_reduce_(0, high, low, "amin")
             one, other = self.roots(low), self.roots(high)
             differ = one != other  # a representative that had two partners now has only one of them

@@ -1,4 +1,13 @@
-"""Operators of layers: products with weights, convolutions, normalizations, embeddings."""
+"""Channel rules for operators of layers: products with weights, convolutions, normalizations, embeddings.
+
+A rule takes one `Call` and returns the labels of its outputs. To the labels of its inputs it does one of three things:
+- positions that are multiplied and summed are joined (`_contracted`): removed from one factor, they must be removed
+  from the other;
+- positions that are looked up or slid over are pinned;
+- positions that mean and variance are taken over keep their width (`keep_width`), because a norm counts them.
+
+`rules.carry` finds a rule by the operator's name.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +68,9 @@ def _grouped(
     """A grouped convolution loses whole groups, or the same places of every group."""
     reason = f"{call.described()} has {groups} groups"
     num_taken = taken.numel() // groups
+    # Option 0: whole groups, if there are at least as many groups as channels in each; else the same places of all.
     if num_taken == 1 or call.choose("group", 2, taken) == int(num_taken > groups):
-        sets.pin(columns, f"{reason} of which each is whole")
+        sets.pin(columns, f"{reason}, and only whole groups can be removed")
         sets.join_rows(torch.cat([taken.view(groups, -1), rows.view(groups, -1)], 1), reason)
         call.groups.append(rows.view(groups, -1)[:, 0])
         if not is_transposed:

@@ -1,6 +1,8 @@
 """Operators that only move values: they are run on the labels themselves, which yields their index map.
 
-So every chain of views, permutations, slices, paddings and concatenations needs no rule of its own.
+Chains of views, permutations, slices, paddings and concatenations therefore need no rules of their own. The hard part
+is a view that splits or merges dimensions: afterwards one label may vary along several dimensions, and `_projected`
+chooses one of them to be the channel dimension; the search can try another (`Call.choose`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ EXPANSIONS = frozenset(("expand", "expand_copy"))  # along dimensions that then 
 
 
 def moved(sets: LabelSets, call: Call) -> list[Axes]:
-    """Run the operator on the labels. A tensor is a function of several dimensions after a view that splits one."""
+    """Run the operator on the labels of each dimension of its input."""
     source = call.tensors()[0]
     axes, name = call.axes_of(source), call.name
     if name in ("transpose_", "t_"):  # the tensor has its new shape already, and its labels are in the old order
@@ -62,6 +64,8 @@ def moved(sets: LabelSets, call: Call) -> list[Axes]:
             sets.pin(labels, f"{call.described()}: its index map is not known")
             continue
         for place, result in enumerate(results):
+            # Projecting an earlier output may have joined sets; the labels of this one are then no longer
+            # representatives.
             if sets.num_unions != state:
                 result = sets.roots(result)
             for target, moved in _projected(sets, call, result).items():
@@ -87,7 +91,7 @@ def _move_free(call: Call, source: Tensor, dim: int, found: list[list[Tensor | N
 
 def joined(sets: LabelSets, call: Call) -> list[Axes]:
     """`cat` and `stack`: along the new order of one dimension; every other dimension is shared by all parts."""
-    # Parts without elements (no token before the image's, no channel next to the rotated ones) bind nothing.
+    # Empty parts (a prefix of no tokens) tie no labels.
     parts = [tensor for tensor in call.args[0] if tensor.numel()] or list(call.args[0])
     output = call.outputs[0]
     along = call.argument("dim", 0) % output.dim()
@@ -144,7 +148,7 @@ def _run_on_labels(call: Call, source: Tensor, labels: Tensor, dim: int) -> list
 
     try:
         return run_on(spread)
-    except (RuntimeError, NotImplementedError):  # some are not there for integers
+    except (RuntimeError, NotImplementedError):  # some operators have no kernel for integers
         return [x.round().long() for x in run_on(spread.double())]
 
 
@@ -157,6 +161,7 @@ def _spread(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tensor]:
     """Labels (representatives) of elements as those of one dimension; where they vary along more, they are joined."""
+    # Along an expanded dimension (`_spread`) every position is the same element, so one of them is enough.
     for dim in range(elements.dim()):
         if elements.stride(dim) == 0 and elements.shape[dim] > 1:
             elements = elements.narrow(dim, 0, 1)
@@ -167,7 +172,7 @@ def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tenso
         return {}
     chosen = varying[0]
     if len(varying) > 1:
-        # The order of trials: heads come before what is inside a head, and after the three of a joint q, k, v.
+        # The first option is the dimension of heads: before that inside a head, after q, k, v of a joint product.
         first = varying[0] if len(varying) == 2 else varying[-2]
         order = [first, *(dim for dim in varying if dim != first)]
         chosen = order[call.choose("view", len(order), elements)]

@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from sparsebit.sparse.sparse_config import SparseConfig
 
 log = logging.getLogger(__name__)
-_OF_CHANNELS = frozenset(("WeightNorm", "_WeightNorm", "_SpectralNorm"))  # classes under which channels cannot go
+_OF_CHANNELS = frozenset(("WeightNorm", "_WeightNorm", "_SpectralNorm"))  # classes that prevent removal of channels
 FOLDED = "folded"  # the new form of such a layer, in a channel plan
 
 

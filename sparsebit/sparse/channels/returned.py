@@ -23,12 +23,12 @@ def results_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def returned_tensors(result: Any) -> list[Tensor]:
-    """The tensors in containers, records, other objects, closures, and in what iterators and generators give.
+    """The tensors in containers, records, other objects, closures, and in the items of iterators and generators.
 
     Iterators are read, so call it where the model runs.
     """
     found: list[Tensor] = []
-    seen: dict[int, Any] = {}  # with the objects, whose ids stay theirs
+    seen: dict[int, Any] = {}  # holds the objects too: the id of a freed object could be used again
     waiting = [result]
     while waiting:
         value = waiting.pop()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
 from sparsebit.sparse.channels.labels import FREE, Axes, LabelSets, is_free
 from sparsebit.sparse.channels.layer_ops import layer_rule
 from sparsebit.sparse.channels.moving_ops import EXPANSIONS, JOINS, MOVES, joined, moved
@@ -115,11 +116,13 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
     output = call.outputs[place]
     order = torch.randperm(output.shape[dim])
     half = max(1, len(order) // 2)
+    # An operator that works in place is not probed: it would write into the values of the run that is watched.
     if not any(tensor.is_floating_point() for tensor in sliced) or call.name.endswith("_"):
         return False
 
     def result(arguments: tuple[tuple[Any, ...], dict[str, Any]], kept: Tensor) -> Tensor:
-        torch.manual_seed(0)
+        # Both runs draw the same random numbers. NaN differs from itself, so it is replaced.
+        seed_generators(0)
         found = tensor_leaves(call.op(*arguments[0], **arguments[1]))[place]
         return found.index_select(dim, kept).nan_to_num()
 
@@ -128,7 +131,7 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
         given = call.args, call.kwargs
         other = pytree.tree_map(lambda leaf, changed=changed: changed.get(id(leaf), leaf), given)
         try:
-            with torch.random.fork_rng(devices=[]):
+            with undisturbed_randomness():
                 if not torch.equal(result(given, kept), result(other, kept)):
                     return False
         except (RuntimeError, IndexError):
@@ -154,6 +157,7 @@ def _reduced(sets: LabelSets, call: Call) -> list[Axes]:
     gone = {dim % max(1, source.dim()) for dim in dims}
     for dim in gone:
         if call.name not in _SUMS and source.dim():
+            # Done only if something uses the result: a mean that the code merely logs must not spare channels.
             act = sets.keep_width if call.name in _MEANS else sets.pin
             call.when_used.append((act, axes[dim], f"{call.described()} is taken over them"))
     kept = tuple(None if dim in gone else labels for dim, labels in enumerate(axes) if keeps or dim not in gone)

@@ -1,7 +1,7 @@
 """State that a forward leaves in a model: tensors in plain attributes, computed once and kept for the next run.
 
-A cached value has the widths and the weights of the time when it was computed. Masking or removing weights makes it
-stale, so it is forgotten, and the next forward computes it anew.
+A cached value has the widths and the weights of the run that computed it. Masking or removing weights makes it stale,
+so it is removed, and the next forward computes it again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class _Spread:
-    """Buffers of both sides. None: this side is as in every layer. They follow from a plan, and are not saved.
+    """The two buffers of a spread layer; None: that side is ordinary. They follow from a plan, so states omit them.
 
     `spread_reads`: the places that are read. `spread_writes`: for each place of the output, the index of its computed
     channel; the number of computed channels means zero.
@@ -38,9 +38,9 @@ class _Spread:
 
     def extra_repr(self) -> str:
         """The layer's own text, and how many channels it reads and computes."""
-        said: str = super().extra_repr()  # type: ignore[misc]
-        said += "" if self.spread_reads is None else f", reads={self.spread_reads.numel()}"
-        return said + ("" if self.spread_writes is None else f", computes={int(self.spread_writes.max())}")
+        text: str = super().extra_repr()  # type: ignore[misc]
+        text += "" if self.spread_reads is None else f", reads={self.spread_reads.numel()}"
+        return text + ("" if self.spread_writes is None else f", computes={int(self.spread_writes.max())}")
 
 
 class SpreadLinear(_Spread, nn.Linear):

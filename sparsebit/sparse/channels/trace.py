@@ -168,6 +168,7 @@ class _Watch(TorchDispatchMode):
         enact_pins(self.sets, call.tensors())
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
+        # Labels are attributes of the tensor objects, so they pass through the user's containers, closures and caches.
         for output, axes in zip(outputs, carried, strict=True):
             setattr(output, _ATTRIBUTE, (self.sets.number, axes))
             if call.when_used:
@@ -190,6 +191,7 @@ class _Watch(TorchDispatchMode):
         name = self.names.get(id(tensor))
         if (found := _labelled(tensor, self.sets)) is not None or name is None or not tensor.is_floating_point():
             return found or (None,) * tensor.dim()
+        # A dimension of size 1 has no position to lose, and operators broadcast it.
         axes = tuple(self.sets.add_axis(name, dim, size) if size > 1 else None for dim, size in enumerate(tensor.shape))
         setattr(tensor, _ATTRIBUTE, (self.sets.number, axes))
         return axes
@@ -263,6 +265,7 @@ def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:
     for dim, places in dims.items():
         values = values.index_select(dim, places)
     flat = values.flatten().nan_to_num()
+    # A plain sum would not notice values that changed places, so each place has its own weight.
     weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * 0.7)
     return float((flat * weights).sum()), float((flat * weights).abs().sum())
 

@@ -2,7 +2,7 @@
 
 They are hidden channels that a norm or a mean is taken over, and groups whose removal was tried and failed (the code
 hard-codes a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms
-read is spared: every layer of the network would have to gather and to spread.
+read is spared: every layer of the network would have to gather its inputs and spread its outputs.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class _Layers:
         for (tensor, dim), own in places.items():
             if tensor not in self.modules or dim > 1:
                 continue
+            # A layer loses rows only together with the same places of its bias; columns have no bias.
             bias = f"{tensor.removesuffix('weight')}bias", 0
             if dim == 1 or self.modules[tensor]._parameters.get("bias") is None:
                 found.add((tensor, dim))

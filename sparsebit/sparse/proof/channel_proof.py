@@ -28,12 +28,12 @@ from sparsebit.sparse.proof.width_numbers import NumbersOfSizes
 from sparsebit.sparse.shrinking.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
 
 TOLERANCE = 1e-5
-# A linear layer is one of these, by the strides of its input; `mm` and `bmm` are then followed by an `add`.
-# Their values are undefined, or random.
+# Operators whose values are undefined or random.
 _UNDEFINED = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "rand", "randn",
     "rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_",
 ))  # fmt: skip
+# A linear layer runs one of these, by the strides of its input; `mm` and `bmm` are then followed by an `add`.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 
@@ -102,6 +102,7 @@ class Bench:
             if own == "weight":
                 spread[path] = tuple("out" if dim == 0 else "in" for dim in sorted(dims))
         attributes: dict[str, dict[str, Attribute]] = {}
+        # Rules of one tuple attribute each change one item of the value that the rules before them have left.
         for rule in (*rules, *self._group_rules()):
             size = int(alive[torch.tensor(rule.labels).clamp(min=FIXED)].sum())
             module = self.model.get_submodule(rule.module)
@@ -131,7 +132,7 @@ class Bench:
                 yield SizeRule(step.where, name, None, tuple(step.groups.tolist()))
 
     def alive(self, gone: set[int]) -> Tensor:
-        """For every label: whether activations keep it."""
+        """For every label: whether activations keep it. Wide groups leave layers only, so activations keep them."""
         is_alive = torch.ones(len(self.sets), dtype=torch.bool)
         is_alive[torch.tensor(sorted(gone - self.wide.reasons.keys()), dtype=torch.long)] = False
         return is_alive[self.sets.roots()]
@@ -153,6 +154,8 @@ class Bench:
 
     def shrunk(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> nn.Module:
         plan = self.plan(dead, rules)
+        # A computed weight mixes input channels (a mean over them). To equal the masked model's, it has to be computed
+        # from the masked parameters, before channels are removed.
         copied = self.masked(dead) if self.computed else copy_model(self.model, share_parameters=True)
         apply_plan(copied, plan)
         return copied
@@ -178,15 +181,14 @@ class Bench:
             with paths.watched(), NumbersOfSizes(shrunk) as smaller:
                 found = scene.outputs(shrunk)
         except Exception as error:
-            where, problem = (
-                paths.failed_in,
-                f"{paths.failed_in or 'the model'} fails at the smaller size: {_told(error)}",
-            )
+            where = paths.failed_in
+            problem = f"{where or 'the model'} fails at the smaller size: {_first_line(error)}"
         else:
             place = smaller.differs_from(numbers)
             if _agrees_in(scene, masked, found, positions_of(dead)) and place is None:
                 return None
-            problem = "the model gives other values without them" if place is None else _computing_with(place)
+            problem = "the model returns other values without them" if place is None else _computing_with(place)
+        # Later than every position on the example, so that a repair that gets the run this far counts as progress.
         position = len(computing(self.steps)) + 1 + number
         return Failure((position, 0), where, f"{scene.name} {problem}", frozenset(), scene=scene)
 
@@ -196,7 +198,7 @@ class Bench:
         with NumbersOfSizes(shrunk) as smaller:
             run = watch(shrunk, self.call)
         if not gone.isdisjoint(self.wide.reasons):  # these layers run other operators than the masked ones
-            problem = _told(run.error) if run.error else "the outputs of the model differ"
+            problem = _first_line(run.error) if run.error else "the outputs of the model differ"
             is_same = run.error is None and _agrees(outputs_of(masked, self.call), run.outputs, self.dense_outputs)
             return None if is_same else Failure((0, 0), run.failed_in or "", problem, frozenset(gone))
         if failure := self._first_difference(run, gone):
@@ -207,6 +209,7 @@ class Bench:
         if is_masked and place is None:
             return None
         text = "the outputs of the model differ without them" if place is None else _computing_with(place)
+        # Different outputs do not show the place. Two more runs find the first operator that differs.
         wrong = self.first_wrong_value(dead, rules)
         return wrong or Failure((len(computing(self.steps)), 0), "", text, frozenset(gone))
 
@@ -221,9 +224,8 @@ class Bench:
                 # Strides choose among them (one channel that is left is contiguous), and how dimensions are folded.
                 is_same = _numel(wanted) in (None, _numel(found.shapes))
             if not is_same:
-                reason = (
-                    f"{found.name} in {found.where or 'the model'} gives {_shown(found.shapes)}, not {_shown(wanted)}"
-                )
+                shapes = f"{_shown(found.shapes)}, not {_shown(wanted)}"
+                reason = f"{found.name} in {found.where or 'the model'} returns {shapes}"
                 return self._failure(position, found.where, reason, self.steps[previous : planned.step + 1])
             previous = planned.step + 1
         if run.error is None and len(expected) == len(actual):
@@ -236,8 +238,9 @@ class Bench:
         steps = self.steps[previous : last + 1]
         if run.pending and (same := [step for step in steps if step.name == run.pending.name]):
             steps = same
-        problem = _told(run.error) if run.error else "other operators run"
+        problem = _first_line(run.error) if run.error else "other operators run"
         reason = f"{where or 'the model'} fails at the smaller size: {problem}"
+        # Views since the last operator that computes: a repair may get the run past one view and fail at the next.
         moves = next((count for count, step in enumerate(reversed(run.steps)) if not step.is_move), len(run.steps))
         return self._failure(position, where, reason, steps, moves)
 
@@ -259,7 +262,7 @@ class Bench:
             if step.is_free or step.name in _UNDEFINED or planned.number not in masked.used:
                 continue
             if not _same_digest(masked.digests[planned.number], shrunk.digests[seen.number]):
-                reason = f"{step.name} in {step.where or 'the model'} gives other values without them"
+                reason = f"{step.name} in {step.where or 'the model'} returns other values without them"
                 return self._failure(position, step.where, reason, [step])
         return None
 
@@ -268,7 +271,7 @@ def _computing_with(place: str) -> str:
     return f"the model computes with their number ({place})"
 
 
-def _told(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of an error; an assertion in the user's code may have no text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 

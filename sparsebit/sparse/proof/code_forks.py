@@ -21,7 +21,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 FORK = "__sparsebit_fork__"
-ENTRY = -1  # the number that a function's frame is observed with at its beginning, where its arguments have values
+ENTRY = -1  # the number of the observation at a function's start, when its arguments have values
 Observe = Callable[[int, int, FrameType], None]
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _NUMBERS = itertools.count()
@@ -87,8 +87,10 @@ def forked(function: FunctionType) -> ForkedFunction | None:
 def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The source of a function without its decorators; None where it cannot be read."""
     code = function.__code__
+    # Without what it wraps. `inspect` would look through all modules for the source of the code alone.
+    plain = FunctionType(code, function.__globals__, closure=function.__closure__)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0] if tree.body else None
@@ -100,6 +102,8 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunction
 
 def _compiled(definition: ast.FunctionDef | ast.AsyncFunctionDef, original: CodeType) -> CodeType | None:
     """The code of a definition, compiled inside its class (private names, `super()`) and a scope of its free names."""
+    # `super()` and private names (`self.__x`) compile correctly only inside a class of the same name, and free
+    # variables only inside a function that has them.
     owner = original.co_qualname.split(".")[-2:-1]
     inner: ast.stmt = definition
     path = [definition.name]
@@ -311,7 +315,7 @@ def forks_run(
         taken.add(arm)
         if observe is not None:
             observe(function, fork, frame)
-        return test if value == is_true else value  # `a or b` is the value of one of them
+        return test if value == is_true else value  # unforced, `a or b` must return the operand itself, not its truth
 
     try:
         for one in listed:

@@ -52,6 +52,7 @@ def failing_alike(
         for tensor, dim, _ in unit.members:
             if unit.label not in guilty and (tensor, dim) in homes:
                 alike.setdefault(homes[tensor, dim], set()).add(unit.label)
+    # One run is enough: if the last module of the class fails at the same channels, all of them are taken to fail.
     last = [unit for unit in dead if alike and unit.label in alike[list(alike)[-1]]]
     if not last or bench.compare(last, rules) is None:
         return {}

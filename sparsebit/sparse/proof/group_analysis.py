@@ -61,6 +61,7 @@ class Analysis:
         groups: list[Group] = []
         for group in self.groups:
             left = [unit for unit in group.units if unit.label in alive]
+            # A group that lost units may fall apart into several.
             groups += [group] if len(left) == len(group.units) else grouped(left)
         self.groups = groups
 

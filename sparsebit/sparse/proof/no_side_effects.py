@@ -32,7 +32,7 @@ def writes(code: Iterable[ast.AST]) -> bool:
 def no_side_effects() -> Iterator[None]:
     """While it is open, this thread cannot write files, start programs or connect: PermissionError."""
     if not _IS_WATCHED:
-        sys.addaudithook(_refuse)  # it cannot be removed, so there is one, and it does nothing outside
+        sys.addaudithook(_refuse)  # it cannot be removed, so it is added once, and does nothing outside of this context
         _IS_WATCHED.append(True)
     _STATE.is_closed = True
     try:

@@ -109,7 +109,7 @@ def find_paths(model: nn.Module, call: Call, scenes: Sequence[Scene]) -> Paths:
 
 
 class _Search:
-    """Visits scenes; at every fork that is asked for the first time, the other arm waits to be forced."""
+    """Visits scenes. When a run first reaches a fork, the arm that it did not take is queued to be forced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -133,7 +133,11 @@ class _Search:
         self.carrying: set[int] = set()
 
     def visit(self, scene: Scene) -> None:
-        """Run the scene, and record its arms; records nothing if the model does not run."""
+        """Run the scene, and record its arms; records nothing if the model does not run.
+
+        The run is repeated until it calls no new function: functions are found by running them, and their forks are
+        recorded only in the next run.
+        """
         num_known = len(self.functions)
         while True:
             called: dict[CodeType, FunctionType | None] = {}
@@ -197,6 +201,7 @@ class _Search:
 
     def force(self) -> None:
         """Run the waiting arms, each together with those of the scene that led to it."""
+        # Runs are limited as well as scenes: a branch that fails becomes no scene, but its run took time.
         num_runs = 0
         while self.waiting and num_runs < 2 * _MOST_FORCED and len(self.forced) < _MOST_FORCED:
             branch, scene = self.waiting.popleft()
@@ -217,7 +222,7 @@ class _Search:
                     yield branch
 
     def uncalled(self) -> Iterator[str]:
-        """The modules without parameters that may count channels, and that no run called (`self.norms[i](h)`)."""
+        """The modules that no run called (`self.norms[i](h)`), that have no parameters and may count channels."""
         for path, module in self.model.named_modules():
             if path in self.called or any(True for _ in module.children()) or any(True for _ in module.parameters()):
                 continue
@@ -231,6 +236,7 @@ class _Search:
 
     def _matters(self, branch: Branch, code: tuple[ast.AST, ...]) -> bool:
         """Whether a branch may count channels: in a method of a module by any call, elsewhere by itself."""
+        # A branch that raises returns nothing that could differ.
         if any(isinstance(node, ast.Raise) for node in branch.code):
             return False
         function = branch.function.function

@@ -1,7 +1,8 @@
 """Ways to run a model other than on the example in eval mode: training, other batch sizes, other shapes.
 
 Code may take another path there (`if x.shape[0] == 1:`, `if self.training:`), and the smaller model must equal the
-masked one on it too. The outputs alone are compared.
+masked one on it too. Only outputs are compared, not inner values. Random operators return constants, because a smaller
+model would draw other numbers for the same places.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
+from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.sparse.channels.returned import results_of
@@ -43,9 +45,8 @@ class Trial(NamedTuple):
 class Scene:
     """A call and a mode. `arms`: branches of `functions` that are forced.
 
-    `swap`: a container of modules, and two of its items, which change places.
-
-    `output_atoms`: which channels the outputs show, for each of their dimensions: a branch may return hidden values.
+    `swap`: a container of modules, and two of its items, which change places. `output_atoms`: for each dimension of
+    each output, the channels that it holds: a forced branch may return hidden values, which then lose channels.
     """
 
     name: str
@@ -126,6 +127,7 @@ def natural_scenes(model: nn.Module, call: Call) -> list[Scene]:
     three = call
     if any(rows.has_rows):
         found.append(Scene("for a batch of 1", rows.of(call, [0])))
+        # Three samples: another number than the two of the example and the one above.
         three = rows.of(call, [place % rows.count for place in range(3)])
     scenes = [scene for scene in found if scene.trial(model) is not None]
     for sizes, resized in _other_sizes(call, three):
@@ -153,6 +155,7 @@ def _other_sizes(call: Call, three: Call) -> Iterator[tuple[str, Call]]:
                 def resized(x: Tensor, is_resized: Any = is_resized, change: Any = change) -> Tensor:
                     for dim in range(x.dim()):
                         if is_resized(x.dim(), dim):
+                            # `dim == 2` adds one row, so that a square image gets unequal sides.
                             size = max(1, x.shape[dim] * change[0] // change[1] + (dim == 2))
                             x = x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
                     return x
@@ -193,11 +196,7 @@ _RANDOM = frozenset((
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
     """Draws from random generators are the same in every run; afterwards the generators continue as if unused."""
-    state = random.getstate()
-    random.seed(0)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            yield
-    finally:
-        random.setstate(state)
+    with undisturbed_randomness():
+        random.seed(0)
+        seed_generators(0)
+        yield

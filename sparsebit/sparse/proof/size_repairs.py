@@ -33,6 +33,7 @@ def _options(
 ) -> Iterator[list[SizeRule]]:
     known = {(rule.module, rule.attribute, rule.item) for rule in rules}
     parts = failure.where.split(".") if failure.where else []
+    # From the failing module outwards: the attribute is most often its own.
     for path in [".".join(parts[:length]) for length in range(len(parts), -1, -1)]:
         single: dict[tuple[str, int | None], list[SizeRule]] = {}
         sizes = {size: list(entries) for size, entries in sizes_in(path).items()}
@@ -48,6 +49,8 @@ def _options(
         if firsts:
             yield firsts
         if len(firsts) > 1:
+            # Singly, because another attribute may hold the same number by chance; in pairs, as `num_heads` and
+            # `head_dim`.
             yield from ([rule] for rule in firsts)
             yield from itertools.islice((list(pair) for pair in itertools.combinations(firsts, 2)), 6)
         for candidates in single.values():

@@ -37,7 +37,7 @@ def scenes_of_uncalled(model: nn.Module, call: Call, scenes: Sequence[Scene]) ->
 
 
 def _swaps(model: nn.Module, example: Scene, called: set[str]) -> Iterator[Scene]:
-    """An item of a list in the place of one of its class that is called."""
+    """An uncalled item of a list takes the place of a called one of the same class."""
     for path, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.ModuleDict)):
             continue
@@ -50,7 +50,7 @@ def _swaps(model: nn.Module, example: Scene, called: set[str]) -> Iterator[Scene
 
 
 def _switched_on(model: nn.Module, example: Scene) -> Iterator[Scene]:
-    """An argument that is None given a tensor, like one of the others."""
+    """An argument that is None in the example gets a tensor: each of the example's shapes and dtypes in turn."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*example.call[0], **example.call[1])
     bound.apply_defaults()

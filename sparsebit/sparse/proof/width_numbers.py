@@ -180,6 +180,7 @@ def _arithmetic(name: str) -> Callable[..., Any]:
             result = getattr(float, name)(int.__float__(self), *others)
         if result is NotImplemented:
             return result
+        # A power of a width is no size any more, even if it is a whole number.
         if isinstance(result, int) and "pow" not in name:
             return _Size.of(result, self.origin)
         if not isinstance(result, float):
@@ -227,6 +228,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 def _conditions(code: CodeType) -> frozenset[int]:
     """The offsets of comparisons whose result only decides a branch, which `code_forks` runs both ways."""
     found = set()
+    # Which of these instructions stand between a comparison and its jump depends on the version of Python.
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("PRECALL", "CACHE", "TO_BOOL")]
     for one, following in itertools.pairwise(instructions):
         if one.opname not in ("COMPARE_OP", "CONTAINS_OP"):

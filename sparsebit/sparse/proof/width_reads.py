@@ -1,4 +1,10 @@
-"""Code that may use the width of a tensor as a number: sizes that are read, and operators that count channels."""
+"""Reads syntax trees of user code: may it use the width of a tensor as a number (`h / h.shape[1] ** 0.5`)?
+
+`other_paths.py` asks this of branches that no run takes. `may_count` decides which of them are worth a forced run;
+names in none of the tables below count as yes. `numbers_read` names the variables and dimensions whose size a branch
+uses as a number; if the branch cannot be run, their channels are pinned. A size that only makes shapes, indices or
+comparisons is not a number.
+"""
 
 from __future__ import annotations
 

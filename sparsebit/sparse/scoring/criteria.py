@@ -56,7 +56,7 @@ class Evidence:
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is a parameter of a normalization layer."""
+        """Whether the parameter is one of a normalization layer."""
         return isinstance(self.module, (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm))
 
     @property
@@ -145,7 +145,7 @@ def slimming(evidence: Evidence) -> Tensor | None:
 
 @register_criterion("taylor", needs="gradients")
 def taylor(evidence: Evidence) -> Tensor | None:
-    """|weight x gradient|: the first-order change of the loss (Molchanov et al. 2019)."""
+    """|weight x gradient|: the first-order estimate of the loss change (Molchanov et al. 2019)."""
     assert evidence.gradient is not None
     return (evidence.weight * evidence.gradient).abs()
 
@@ -233,6 +233,7 @@ def lamp(evidence: Evidence) -> Tensor | None:
     if not evidence.is_matrix:
         return None
     squares, order = evidence.weight.flatten().square().sort()
+    # The smallest normal number: a weight of zeros would divide 0 by 0.
     remaining = squares.flip(0).cumsum(0).flip(0).clamp_min(torch.finfo(squares.dtype).tiny)
     scores = torch.empty_like(squares)
     scores[order] = squares / remaining

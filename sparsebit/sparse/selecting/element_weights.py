@@ -1,6 +1,8 @@
-"""Which weights unstructured sparsity prunes, which it leaves alone and why, and what share of all of them is zero.
+"""Which weights unstructured sparsity prunes, which it leaves alone and why, and what share of all weights is zero.
 
-In a weight, single elements, blocks or N of M are pruned: the lowest scores, in each layer or over all layers together.
+In a weight, single elements, blocks or N of M are pruned: those with the lowest scores, in each layer or over all
+layers together. Every parameter with rows and columns is counted in `Zeros`, pruned or not, so the reported sparsity is
+that of the whole model. `sparsers.py` holds the table of which parameters of which module classes are pruned.
 """
 
 from __future__ import annotations

@@ -212,9 +212,9 @@ def _difference_on(
     skip_blocks(smaller, [block.name for block in blocks], {block.name: block.norms for block in blocks})
     wanted, found = _outputs(masked, call), _outputs(smaller, call)
     if found is None:
-        return "the model's code needs more of it than its output"
+        return "the model's code uses more of it than its output"
     if wanted is None or not _agree(found, wanted):
-        return "the model gives other values without it"
+        return "the model returns other values without it"
     is_idle = dense is not None and _agree(found, dense, 1e-12)
     return "the model does not depend on it" if is_idle else ""
 

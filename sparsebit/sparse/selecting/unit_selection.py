@@ -98,6 +98,8 @@ def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Te
 def select(group: Group, scores: Tensor, ratio: float) -> list[Unit]:
     """The share of the units that have the lowest scores; every axis keeps at least one unit."""
     ordered = [group.units[index] for index in scores.sort(stable=True).indices.tolist()]
+    # `keeping_axes` sees all units, not only the chosen ones: it skips a unit that would empty an axis, and the next
+    # one in the order takes its place.
     return keeping_axes(ordered, group)[: num_pruned(ratio, len(ordered))]
 
 

@@ -43,6 +43,8 @@ class WeightMasks:
             module, apply = model.get_submodule(path), _ApplyMasks({"": parameters}, only_changed=True)
             module.register_forward_pre_hook(apply)
             module.register_state_dict_pre_hook(apply)
+            # `nn.MultiheadAttention` reads the weight of its `out_proj` without calling that layer, so the layer's own
+            # hook would not run.
             above, _, name = path.rpartition(".")
             if isinstance(reader := model.get_submodule(above), nn.MultiheadAttention):  # it does not call its layer
                 reader.register_forward_pre_hook(_ApplyMasks({name: parameters}, only_changed=True))
@@ -65,7 +67,9 @@ class WeightMasks:
         for name, mask in masks.items():
             module, own = _owner(self.model, name)
             getattr(module, own + _SUFFIX).copy_(~mask.bool())
-            if (gradient := getattr(module, own).grad) is not None:  # of before, which an optimizer may still take
+            if (
+                gradient := getattr(module, own).grad
+            ) is not None:  # an earlier gradient that an optimizer may still use
                 gradient.mul_(mask.to(gradient))
 
     def apply(self) -> None:
@@ -153,16 +157,16 @@ class _ApplyMasks:
         self.seen: dict[tuple[str, str], tuple[int, int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": {}}  # versions count in one tensor, not in its copies
+        return {**self.__dict__, "seen": {}}  # a version counts the writes into one tensor; copies count anew
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        # A weight may be written through `.data`, which its version does not count, where it is being trained.
+        # While training, a weight may be written through `.data`, which does not change its version.
         is_training = not self.only_changed and (torch.is_grad_enabled() or module.training)
         for path, names in self.owned.items():
             owner = module.get_submodule(path)
             for name in names:
                 weight, pruned = getattr(owner, name), getattr(owner, name + _SUFFIX)
-                if torch.compiler.is_compiling():  # it would compile anew for every version
+                if torch.compiler.is_compiling():  # a version that the code reads would force a recompilation per step
                     weight.data.masked_fill_(pruned != 0, 0)
                     continue
                 if weight.requires_grad:

@@ -80,7 +80,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         return output, weights
 
     def _with_length_first(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> tuple[Tensor, ...]:
-        """As (length, batch, width); what is one tensor stays one."""
+        """As (length, batch, width). Arguments that are the same tensor stay the same: `_projected` asks for that."""
         if is_batched and not self.batch_first:
             return query, key, value
         parts = {id(x): x.transpose(0, 1) if is_batched else x.unsqueeze(1) for x in (query, key, value)}

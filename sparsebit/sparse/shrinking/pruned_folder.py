@@ -36,15 +36,15 @@ _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeE
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, measured: PrunedModel | None = None) -> Path:
-    """Write a model that `shrink` has made smaller, with its weights of now, and the plan that makes it again.
+    """Write a model that `shrink` returned: its current weights, and the plan that makes the same model again.
 
-    `measured`: what is known of it, for the page of `sparsebit report`.
+    `measured`: facts about the model for the page of `sparsebit report`.
     """
     path, model = Path(folder), uncompiled(model)
     plan = plan_of(model)
     if plan is None:
         raise CheckpointError(
-            f"{type(model).__name__} has no channel plan: save() takes what shrink() or load() gave; "
+            f"{type(model).__name__} has no channel plan: save() takes a model that shrink() or load() returned; "
             "a model that was not pruned is saved with torch.save(model.state_dict(), ...)"
         )
     target, state = checked_folder(path), model.state_dict()
@@ -104,7 +104,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     try:
         state = OrderedDict({**tensors, **{name: tensors[other] for name, other in description["aliases"].items()}})
         apply_plan(small, ChannelPlan.from_json(description["plan"]))
-        # Modules read what their state_dict was written with: the version of its layout.
+        # torch's modules look up the layout version of a state in `_metadata`.
         versions = description.get("versions") or _versions(small.state_dict())
         state._metadata = OrderedDict({path: dict(entry) for path, entry in versions.items()})  # type: ignore[attr-defined]
         small.load_state_dict(state)

@@ -72,7 +72,7 @@ class ChannelPlan:
                 for tensor, dims in value["kept"].items()
             }
             attributes = {module: dict(values) for module, values in value["attributes"].items()}
-            # Folders of earlier versions have no more than these two.
+            # Folders of earlier versions have only the two keys above.
             skipped, computed = tuple(value.get("skipped", ())), dict(value.get("computed", {}))
             spread, norms = (
                 {name: tuple(items) for name, items in value.get(key, {}).items()} for key in ("spread", "norms")
@@ -119,6 +119,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
                     f"keeps {f'position {places[-1]}' if places else 'no position'} of dimension {dim}"
                 )
         smaller[id(tensor)] = _sliced(tensor, dims)
+    # A parameter may be held in several places: by tied layers, or in lists such as `nn.LSTM._flat_weights`.
     for module in model.modules():
         for key in vars(module).keys() - {"_modules"}:
             vars(module)[key] = _replaced(vars(module)[key], smaller)
@@ -130,6 +131,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
     for path, sides in plan.spread.items():
         kept = plan.kept[f"{path}.weight".removeprefix(".")]
         spread_layer(model.get_submodule(path), *(kept[d] if side in sides else None for side, d in _SIDES))
+    # `follow_encoder` looks for attentions whose class `follow_attention` has changed.
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
     skip_blocks(model, plan.skipped, plan.norms)
@@ -166,7 +168,7 @@ def _sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
 def _follow_shapes(module: nn.Module) -> None:
     """The attributes of torch.nn layers that repeat the shapes of their parameters."""
     weight: Any = getattr(module, "weight", None)
-    reads_wider, gives_wider = spread_sides(module)
+    reads_wider, writes_wider = spread_sides(module)
     shape = weight.shape if isinstance(weight, Tensor) else None
     match module:
         case nn.RNNBase():
@@ -189,12 +191,12 @@ def _follow_shapes(module: nn.Module) -> None:
             module.out_features, module.in1_features, module.in2_features = shape
         case nn.Linear():
             module.in_features = module.in_features if reads_wider else shape[1]
-            module.out_features = module.out_features if gives_wider else shape[0]
+            module.out_features = module.out_features if writes_wider else shape[0]
         case nn.modules.conv._ConvNd():
             first, second = shape[0], shape[1] * module.groups
             taken, given = (first, second) if module.transposed else (second, first)
             module.in_channels = module.in_channels if reads_wider else taken
-            module.out_channels = module.out_channels if gives_wider else given
+            module.out_channels = module.out_channels if writes_wider else given
         case nn.GroupNorm():
             module.num_channels = shape[0]
         case nn.Embedding():

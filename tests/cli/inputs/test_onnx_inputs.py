@@ -14,7 +14,7 @@ import numpy
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.inputs.onnx_inputs import feeds
 from sparsebit.deploy.comparing.file_model import as_feeds
-from sparsebit.deploy.sessions.runtime_sessions import Session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 

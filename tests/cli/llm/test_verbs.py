@@ -234,3 +234,22 @@ def test_a_beam_search_in_the_settings_of_a_model_is_not_made(source: Path) -> N
     expected = run("generate", source, "-p", "abc", "--max-new-tokens", 4, "-q")
     (source / "generation_config.json").write_text(json.dumps({"num_beams": 3, "eos_token_id": 2}))
     assert run("generate", source, "-p", "abc", "--max-new-tokens", 4, "-q") == expected
+
+
+def test_a_packed_cache(source: Path) -> None:
+    text, packed = source.parent / "text.txt", source.parent / "packed"
+    common = ("--method", "rtn", "--group-size", 32, "--scale-search", "none", "--length", 24, "--text", text)
+    shown = run("quantize", source, "-o", packed, *common, "--num-samples", 6, "--kv-cache", "int8")
+    assert "keys and values in int8" in shown
+    measured = ("eval", packed, "--text", text, "--length", 24, "--num-windows", 8, "--json", "-q")
+    found = {kind: json.loads(run(*measured, "--kv-cache", kind)) for kind in ("folder", "float", "int4")}
+    assert {kind: one["kv_cache"] for kind, one in found.items()} == {
+        "folder": "int8",
+        "float": "float",
+        "int4": "int4",
+    }
+    assert len({one["perplexity"] for one in found.values()}) == 3
+    assert found["folder"]["perplexity"] == pytest.approx(found["float"]["perplexity"], rel=0.01)
+    spoken = ("generate", packed, "-p", "abc", "--max-new-tokens", 3, "--json", "-q")
+    assert json.loads(run(*spoken, "--kv-cache", "int4"))["kv_cache"] == "int4"
+    assert "allowed: folder, float" in run(*spoken, "--kv-cache", "int3", code=1)

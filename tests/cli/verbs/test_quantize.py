@@ -52,7 +52,7 @@ def test_effort_and_algorithms_of_the_config(sparsebit: Sparsebit, project: Path
     assert loaded.applied_algorithms == ("gptq",)
     for options, message in (
         (("--effort", "most"), "allowed: fast, good, best"),
-        (("-c", "gptq.yaml", "--effort", "good"), "ALGORITHMS of its own"),
+        (("-c", "gptq.yaml", "--effort", "good"), "the config has ALGORITHMS, too"),
     ):
         refused = sparsebit(*COMMAND, *options)
         assert refused.code != 0 and message in refused.err, refused.err
@@ -73,7 +73,7 @@ def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None
     ("arguments", "message"),
     [
         (["-o", "saved"], "ranges of activations are found on data"),
-        (["-c", "weights-only", "-o", "saved.onnx"], "an ONNX file is written from an example call"),
+        (["-c", "weights-only", "-o", "saved.onnx"], "a file is written from an example call"),
         (["-c", "weights-only", "-o", "saved", "--size", "8"], "--size cannot be used with no --data"),
         (["-c", "weights-only", "-o", "saved", "--asym"], "--asym calibrates on data"),
         (

@@ -50,7 +50,7 @@ def test_too_much_loss_names_the_limit_and_its_bound() -> None:
     assert reason_for(ladder(goal(max_loss=0.5), *steps)) == (
         "2 of 3 candidates lose more than 0.5 ± 0.1 points, 1 of 3 could not be made; the nearest is 01-w8: "
         "it loses 3.00 ± 0.1 points on 100 samples; it takes 0.50 of the time and 0.300 of the bytes of the float file"
-        ". Training would be next: train.py"
+        ". Next: train it with train.py"
     )
 
 
@@ -65,33 +65,36 @@ def test_only_the_budgets_that_are_exceeded_are_named() -> None:
     assert found.startswith("1 of 1 take more than the budget of bytes; the nearest is 01-w8: it was not judged, ")
     both = reason_for(ladder(goal(budget={"bytes": 0.2, "latency": 0.4}), over))
     assert "more than the budget of bytes, latency;" in both
-    assert both.endswith("A larger budget would be next")
+    assert both.endswith("Next: allow a larger budget")
 
 
 def test_what_lost_on_unseen_samples() -> None:
     found = ladder(goal(), step("01-w8", final=judged(2.0)))
-    assert "kept the loss in the selection lost more on samples that it never saw; the nearest is" in reason_for(found)
+    assert "kept the loss in the selection lost more on unseen samples; the nearest is" in reason_for(found)
 
 
 def test_no_candidate() -> None:
-    assert reason_for(ladder(goal(), seconds=1190.0)) == "no candidate was made; the time was over before the first"
+    assert (
+        reason_for(ladder(goal(), seconds=1190.0))
+        == "no candidate was made; the time ran out before the first one; allow more minutes"
+    )
     late = ladder(goal(), step("01-w8", **{**FAILED, "verdict": "out of time", "fault": ""}), best="")
-    assert reason_for(late) == "no candidate was made; the time was over before the first"
-    assert "no rung has one for this goal" in reason_for(ladder(goal(), seconds=2.0))
-    assert "was stopped before the first: the same call" in reason_for(ladder(goal(), finished=False))
+    assert reason_for(late) == "no candidate was made; the time ran out before the first one; allow more minutes"
+    assert "no rung proposes one for this goal" in reason_for(ladder(goal(), seconds=2.0))
+    assert "was stopped before the first one; repeat the call" in reason_for(ladder(goal(), finished=False))
     failed = ladder(goal(), step("01-w8", **FAILED), best="")
     assert reason_for(failed) == "no candidate was made; all 1 failed: DeploymentError: no kernel"
 
 
 def test_a_stopped_search_says_how_it_goes_on() -> None:
     found = ladder(goal(), step("01-w8", **LOSING), finished=False)
-    assert ". The search was stopped: the same call again goes on. Training would be next" in reason_for(found)
+    assert ". The search was stopped; repeat the call to continue. Next: train it" in reason_for(found)
 
 
 def test_a_language_model_is_advised_more_bits() -> None:
     language = replace(FLOAT, bits=16.0, latency=None)
     found = reason_for(ladder(goal(), step("01-w4", **LOSING), float_cost=language))
-    assert found.endswith("More bits would be next") and "train.py" not in found
+    assert found.endswith("Next: allow more bits") and "train.py" not in found
 
 
 def test_bits_of_a_language_model() -> None:

@@ -51,7 +51,7 @@ def test_few_samples_are_taken_apart() -> None:
     ("data", "message"),
     [
         ([], "data holds no batches"),
-        ([(torch.zeros(4, 2), [torch.zeros(3, 4)] * 4)], "cannot be taken apart, and 4 are needed"),
+        ([(torch.zeros(4, 2), [torch.zeros(3, 4)] * 4)], "cannot be split, and 4 are needed"),
         ([{"x": torch.zeros(4, 2), "table": torch.zeros(7)}] * 3, "holds 3 batches that cannot"),
     ],
 )

@@ -142,7 +142,7 @@ def test_outputs_of_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_shapes_and_counts_that_differ_are_refused() -> None:
-    with pytest.raises(DeploymentError, match=r"output scores: shape \(50, 9\) in the file, where \(50, 10\)"):
+    with pytest.raises(DeploymentError, match=r"output scores: shape \(50, 9\) in the file, not \(50, 10\)"):
         compare(SCORES, SCORES[:, :9])
     with pytest.raises(DeploymentError, match=r"the file has 2 outputs \(scores\), the model 1"):
         Comparison(["scores"]).add([SCORES], [SCORES, SCORES])

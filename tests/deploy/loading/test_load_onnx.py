@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.deploy.loading.load_onnx import difference, load_onnx
+from sparsebit.deploy.loading.compare import difference
+from sparsebit.deploy.loading.load_onnx import load_onnx
 from sparsebit.errors import DeploymentError
 from sparsebit.sparse import SparseModel
 from tests.parameters import first_fast
@@ -190,9 +191,9 @@ def test_a_computed_weight_is_a_parameter(tmp_path: Path) -> None:
 
 def test_a_difference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(made([node("Relu", "x")], {}, shape=["n", 4]), tmp_path / "made.onnx")
-    from sparsebit.deploy.loading import activation_rows
+    from sparsebit.deploy.loading.operators import activations
 
-    monkeypatch.setitem(activation_rows._PLAIN, "Relu", torch.sigmoid)
+    monkeypatch.setitem(activations._PLAIN, "Relu", torch.sigmoid)
     with pytest.raises(DeploymentError, match=r"output y differs from ONNX Runtime's by .* of its range"):
         load_onnx(tmp_path / "made.onnx")
 

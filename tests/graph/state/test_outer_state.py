@@ -52,6 +52,30 @@ class Helper(Part):
         return self.fc(x) * count()
 
 
+helpers: Any = types.ModuleType("helpers")
+exec(
+    """
+calls = 0
+def count():
+    global calls
+    calls += 1
+    return calls
+""",
+    vars(helpers),
+)
+
+
+class HelperModule(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * helpers.count()
+
+
+class GlobalOfAnotherModule(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        helpers.calls += 1
+        return self.fc(x) * helpers.calls
+
+
 class Recurrent(Part):
     def forward(self, x: Tensor) -> Any:
         outputs.append(self.fc(x))
@@ -132,6 +156,7 @@ class WithSlots(Part):
 def reset() -> None:
     global calls, table
     calls, table = 0, None
+    helpers.calls = 0
     counts["calls"] = Part.calls = OnClass.calls = Settings.calls = 0
     outputs.clear(), cache.clear(), Part.seen.clear()  # type: ignore[func-returns-value]
     Default.forward.__defaults__[0].clear()  # type: ignore[index]
@@ -176,7 +201,8 @@ def test_names_that_a_trace_in_another_thread_adds_are_left_alone() -> None:
 
 
 STATEFUL: list[Callable[[], nn.Module]] = [
-    OwnGlobal, Helper, Recurrent, OnClass, ClassList, OnAnotherClass, Default, InMethod, DataCache, closure, WithSlots
+    OwnGlobal, Helper, HelperModule, GlobalOfAnotherModule, Recurrent, OnClass, ClassList, OnAnotherClass, Default,
+    InMethod, DataCache, closure, WithSlots,
 ]  # fmt: skip
 
 
@@ -190,7 +216,7 @@ def test_state_outside_of_a_module_is_kept_by_its_own_code(build: Callable[[], n
     model = nn.Sequential(nn.Linear(8, 8), part) if inside else part
     captured = capture(model)
     assert [reason for reason in opaque(captured) if "the next call may depend on this one" in reason]
-    assert calls == counts["calls"] == OnClass.calls == Settings.calls == 0
+    assert calls == helpers.calls == counts["calls"] == OnClass.calls == Settings.calls == 0
     assert not outputs and not cache and not Part.seen
     actual = [captured.model(x) for x in batches]
     if build is not closure:  # whose state the copy shares

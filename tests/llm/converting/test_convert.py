@@ -85,7 +85,7 @@ def test_another_run_to_the_same_output(source: Path, monkeypatch: pytest.Monkey
         (target / "theirs").touch()
 
     monkeypatch.setattr(converting, "_write", slow)
-    with pytest.raises(ConfigError, match="gptq was made by something else while this run went on"):
+    with pytest.raises(ConfigError, match="gptq was created by something else during this run"):
         convert(source, target, "gptq", check=False)
     assert [path.name for path in target.iterdir()] == ["theirs"]
     assert sorted(source.parent.iterdir()) == sorted([*before, target])
@@ -101,7 +101,7 @@ def test_a_gguf_file_of_another_run_is_kept(source: Path, monkeypatch: pytest.Mo
         return []
 
     monkeypatch.setattr(converting, "write_gguf", write)
-    with pytest.raises(ConfigError, match=r"model\.gguf was made by something else"):
+    with pytest.raises(ConfigError, match=r"model\.gguf was created by something else"):
         convert(source, target, "gguf", check=False)
     assert target.read_text() == "theirs"
 

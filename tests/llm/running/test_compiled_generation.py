@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from sparsebit.llm import QuantLinear, compiled_settings
+from sparsebit.llm.caching.packed_cache import LayerCodes, use_packed_cache
+from sparsebit.llm.caching.row_codes import RowCodes
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.running import compiled_generation
 from tests.llm.tiny_models import tiny_model
@@ -39,8 +41,13 @@ def generated(model: Any, **settings: Any) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor itself
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_tokens_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+@pytest.mark.parametrize("has_packed_cache", [False, True], ids=["float cache", "packed cache"])
+def test_the_tokens_are_those_of_a_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, backend: str, has_packed_cache: bool
+) -> None:
     model = packed_model()
+    if has_packed_cache:
+        use_packed_cache(model, {0: LayerCodes(RowCodes("int4"), RowCodes("int4"))})
     plain = generated(model)
     compiled: list[Any] = []
 

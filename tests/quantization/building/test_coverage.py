@@ -38,7 +38,7 @@ def test_text() -> None:
     text = str(QuantModel(Mixed(), qconfig()).coverage)
     lines = text.splitlines()
     assert lines[0] == "4 of 4 weighted layers quantized, 4 layers in all"
-    assert "  float    erf: unknown op erf: passes through in float (register_qmodule teaches it)" in lines
+    assert "  float    erf: unknown op erf: passes through in float (register it with register_qmodule)" in lines
     (untraced,) = [line for line in lines if line.startswith("  untraced")]
     assert untraced.startswith("  untraced middle [Opaque]: ")
     assert any("tiny.py:" in line and "float(x.abs().max())" in line for line in lines)

@@ -48,7 +48,7 @@ def test_a_model_without_its_float_values_says_so(
         qmodel = revived(qmodel, how, tmp_path)
     with caplog.at_level(logging.WARNING):
         targets(qmodel)
-    assert "the float model's values are not in what was saved" in caplog.text
+    assert "the saved model does not contain the float model's values" in caplog.text
 
 
 def test_a_loaded_model_whose_weights_are_as_they_were_says_nothing(

@@ -23,7 +23,7 @@ def test_a_factor_goes_in_and_out_again() -> None:
 
 def test_another_architecture_is_refused() -> None:
     root = fx.symbolic_trace(nn.Sequential(nn.ReLU()))
-    with pytest.raises(CheckpointError, match="nodes that this graph has not: _1"):
+    with pytest.raises(CheckpointError, match="nodes that this graph does not have: _1"):
         insert(root, [InsertedFactor("twice", "_0", ("_1",), (4,))])
     with pytest.raises(CheckpointError, match="damaged"):
         InsertedFactor.from_dict({"name": "twice"})

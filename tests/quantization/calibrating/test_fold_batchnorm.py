@@ -237,7 +237,7 @@ class TestTrainedScales:
         qmodel = train(ready("lsq", {"W.QSCHEME": "per-tensor-symmetric"}))
         with torch.no_grad(), qmodel.batchnorm_tuning():
             qmodel(data()[0])
-        assert "conv1.weight: its learned scale cannot take in a factor per channel" in caplog.text
+        assert "conv1.weight: its learned scale cannot absorb a factor per channel" in caplog.text
         quantizer, weight = site(qmodel, "conv1.weight"), qmodel.model.conv1.op.weight
         torch.testing.assert_close(quantizer.scale.squeeze() * 8, weight.abs().max(), rtol=0.2, atol=0)
 

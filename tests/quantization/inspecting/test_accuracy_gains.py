@@ -244,4 +244,4 @@ def test_a_loaded_model_that_lost_its_float_weights_says_so(
     gptq(qmodel, [images])
     again = QuantModel.load(qmodel.save(tmp_path / "saved"), Residual())
     again.accuracy_gains(images, "agreement", num_layers=1)
-    assert "the float model's values are not in what was saved" in caplog.text
+    assert "the saved model does not contain the float model's values" in caplog.text

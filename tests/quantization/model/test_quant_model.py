@@ -83,7 +83,7 @@ class TestConstruction:
     @pytest.mark.parametrize(
         ("model", "config", "message"),
         [
-            (F.relu, qconfig(), "QuantModel wants an nn.Module, not function"),
+            (F.relu, qconfig(), "QuantModel takes an nn.Module, not function"),
             (nn.ReLU(), 3, "a config cannot be read from int; allowed: the path of a YAML file, a dict, YAML text"),
         ],
         ids=["function", "number"],

@@ -251,7 +251,7 @@ class TestReplace:
 
     def test_bn_tuning_needs_weights_per_channel(self) -> None:
         plan = plan_of(changes={"SCHEDULE.BN_TUNING": True})
-        with pytest.raises(ConfigError, match=r"per-tensor-symmetric at fc\.weight: BN tuning wants per-channel"):
+        with pytest.raises(ConfigError, match=r"per-tensor-symmetric at fc\.weight: BN tuning needs per-channel"):
             plan.replace({"fc.weight": {"granularity": PerTensor()}})
 
     @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])

@@ -149,9 +149,9 @@ def test_what_cannot_be_removed_is_spared_with_a_reason() -> None:
     found = find_residual_blocks(Reads(), images())
     assert [block.name for block in found.blocks] == ["one.1", "two.1", "two.2"]
     assert [(entry.name, entry.reason) for entry in found.spared] == [
-        ("one.0", "the model's code needs more of it than its output")
+        ("one.0", "the model's code uses more of it than its output")
     ]
-    assert "3 residual blocks" in str(found) and "spared  one.0: the model's code needs" in str(found)
+    assert "3 residual blocks" in str(found) and "spared  one.0: the model's code uses" in str(found)
     tied = find_residual_blocks(Tied(), torch.randn(2, 6))
     assert [block.name for block in tied.blocks] == ["blocks.0"]
     assert {entry.name for entry in tied.spared} == {"blocks.1", "blocks.2"}
@@ -314,4 +314,6 @@ def test_inputs_that_are_never_negative_prove_nothing_for_others() -> None:
     model = nn.Sequential(Basic(3, 3), nn.Conv2d(3, 3, 1), nn.ReLU(), Basic(3, 3), nn.Flatten()).eval()
     found = find_residual_blocks(model, torch.rand(2, 3, 6, 6))
     assert [block.name for block in found.blocks] == ["3"]
-    assert [(entry.name, entry.reason) for entry in found.spared] == [("0", "the model gives other values without it")]
+    assert [(entry.name, entry.reason) for entry in found.spared] == [
+        ("0", "the model returns other values without it")
+    ]

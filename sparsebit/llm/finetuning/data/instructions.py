@@ -1,4 +1,9 @@
-"""Reads instructions from JSON lines as tokens, and marks the tokens that are learned: those of the responses."""
+"""Reads instructions from JSON lines as tokens, and marks the tokens that are learned: those of the responses.
+
+A line is a prompt with its response, the keys of Alpaca, or messages for the tokenizer's chat template. The template
+writes one text for a whole conversation, so the tokens of an answer are found by comparing the texts with and without
+it (`_of_messages`). A line that is not understood is an error: skipped lines would train on other data than intended.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Factors moved between layers: equalization and smoothing."""
+"""Per-channel factors that are moved between layers: equalization and smoothing."""

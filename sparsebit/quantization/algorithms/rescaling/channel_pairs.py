@@ -1,9 +1,12 @@
-"""Which layers share the channels of a tensor: where a factor per channel can be applied and where it is undone.
+"""`find_pairs`: which layers share the channels of a tensor, so that a factor per channel can be moved between them.
 
 A `ChannelPair` is one source (a linear layer, a convolution, or the scale and shift of a norm) and all the layers that
 read its channels. The source's parameters are divided by a factor per channel, those of the readers multiplied by it,
 and the model's function stays the same. Pairs are found by following the channels through the graph
 (`channel_pairs_rules.py`); nothing depends on names or classes of blocks.
+
+The invariant: a channel is only free if every op that reads it keeps the factor up to a reader that can undo it, and
+if the parameters on both sides belong to one layer that is called once. A channel that any other op reads is held.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from sparsebit.quantization.algorithms.rescaling.channel_pairs_rules import (
 from sparsebit.quantization.building.inserted_factors import ChannelFactor
 from sparsebit.quantization.planning.sites import layer_name
 
-# The function's parameters, and the axis of the channels in its output.
+# The parameters of each norm function, by position.
 _NORM_FUNCTIONS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias"),
     "rms_norm": ("input", "normalized_shape", "weight"),
@@ -55,13 +58,13 @@ _NORM_FUNCTIONS = {
 }
 _OVER_LAST_AXES = frozenset({"layer_norm", "rms_norm"})
 _KEEP_CONSTANTS = frozenset({"relu", "identity", "dropout", "flatten", "reshape", "permute", "squeeze", "getitem"})
-# Multiplies a parameter: (parameter, factor per channel -> in the parameter's shape).
+# A parameter that is divided, and a function that brings a factor per channel into its shape.
 Scaled = tuple[Tensor, Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """A layer that reads the channels. `channels (in,)`: the channel of each of its inputs, -1 of other tensors'."""
+    """A layer that reads the channels. `channels (in,)`: the channel of each input, -1 for one of another tensor."""
 
     name: str
     node: fx.Node
@@ -75,7 +78,7 @@ class Reader:
 
 
 class Clip(NamedTuple):
-    """An op between the layers that clips to `[low, high]`; `labels`: of the channels in its input."""
+    """An op between the layers that clips to `[low, high]`; `labels`: the channel of each element of its input."""
 
     node: fx.Node
     low: float
@@ -87,7 +90,7 @@ class Clip(NamedTuple):
 class ChannelPair:
     """One source and its readers. `is_free (channels,)`: channels that may be scaled; `reasons`: why others may not.
 
-    `layer`: the source's, None for a norm. `divided`: the source's parameters.
+    `layer`: the source's layer, None for a norm. `divided`: the source's parameters.
     """
 
     name: str
@@ -97,7 +100,7 @@ class ChannelPair:
     is_free: Tensor
     clips: tuple[Clip, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
-    only_moves: bool = True  # only ReLU and moves in between, so that a constant stays one
+    only_moves: bool = True  # whether only ReLU and moves are in between, so that a constant offset passes unchanged
 
     @property
     def num_channels(self) -> int:
@@ -127,7 +130,7 @@ def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[Chann
 
 
 def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
-    """Linear layers and convolutions with a changeable weight: no other layer uses it, and they are called once."""
+    """Linear layers and convolutions that are called once, and whose weight no other layer uses."""
     owners, found = _Owners(root), []
     for node in root.graph.find_nodes(op="call_module"):
         op = op_of(node, root)
@@ -141,6 +144,8 @@ def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
 
 
 class _Source(NamedTuple):
+    """Where channels begin: the parameters to divide, and the channel of each element of the output."""
+
     layer: nn.Module | None
     divided: tuple[Scaled, ...]
     labels: Tensor  # of the output
@@ -177,7 +182,7 @@ def _source(node: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], o
 
 
 def _affine(op: Op, owners: _Owners) -> list[Tensor]:
-    """The parameters that scale and shift the op's output per channel: of a norm, or of a product with a parameter."""
+    """The scale and shift of a norm, or the parameter that a product multiplies; empty if they may not be changed."""
     assert op.row is not None
     node, name = op.node, op.row.name
     if isinstance(op.call, ChannelFactor):
@@ -206,7 +211,7 @@ def _labels(num_channels: int, axis: int, shape: torch.Size, device: torch.devic
 
 
 class _Owners:
-    """Who uses each parameter of a graph: a change is allowed if one layer, called once, uses it."""
+    """Counts the users of each parameter of a graph: it may be changed if one layer, called once, uses it."""
 
     def __init__(self, root: fx.GraphModule) -> None:
         self.root = root
@@ -217,7 +222,7 @@ class _Owners:
         self.reads = Counter(_memory(tensor) for tensor in read if isinstance(tensor, Tensor))
 
     def why_not(self, op: Op) -> str:
-        """Why the parameters of the op's module must stay as they are; "" where they may change."""
+        """Why the parameters of the op's module may not be changed; empty if they may."""
         module, outer = op.call, self.root.get_submodule(str(op.node.target))
         if self.calls[id(outer)] > 1 or op.node.target in self.root.meta.get("shared", ()):
             return "it is called several times"
@@ -251,6 +256,7 @@ class _Owners:
 def _follow(
     start: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], owners: _Owners, source: _Source
 ) -> ChannelPair:
+    """Follow the source's channels through the graph, to their readers and to ops that hold them."""
     labels: dict[fx.Node, Any] = {start: source.labels}
     count = int(source.labels.max()) + 1 if source.labels.numel() else 0
     is_free = torch.ones(count, dtype=torch.bool, device=source.labels.device)
@@ -260,6 +266,7 @@ def _follow(
     reaches_layer = False
 
     def hold(read: list[Any], where: fx.Node, why: str) -> None:
+        """The channels in `read` keep their scale, because the node `where` reads them."""
         held = torch.cat([torch.unique(part) for item in read for part in tensors_of(item)])
         held = held[held >= 0].long()
         if bool(is_free[held].any()):

@@ -1,4 +1,8 @@
-"""Statistics of data for pairs of layers: the values of each channel, and how far clips let a channel be scaled."""
+"""Statistics of data for pairs of layers: the range of each channel, and how far a channel may be scaled.
+
+A clip (ReLU6) between source and readers is not homogeneous: `min(x / s, 6) * s` equals `min(x, 6)` only if neither
+clips. So channels that it clips on the data keep their scale, and the others get a lower bound for their factor.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class ChannelValues:
         return self.low - (self.high - self.low) * 3 / max(self.count - 1, 1)
 
     def merged(self) -> ChannelValues:
-        """Over all processes."""
+        """The statistics of all processes together."""
         parts = gather((self.low.cpu(), self.high.cpu(), self.count))
         low = torch.stack([part[0] for part in parts]).amin(0)
         high = torch.stack([part[1] for part in parts]).amax(0)
@@ -71,7 +75,10 @@ class ScaleLimits:
 
 
 class SeenValues:
-    """Watches runs of the float model: inputs of the clips of `pairs`, and of the readers of `readers_of`."""
+    """A callback for runs of the float model: records the inputs of the clips of `pairs`, and of certain readers.
+
+    `readers_of`: the pairs whose readers' inputs are recorded.
+    """
 
     def __init__(self, pairs: Iterable[ChannelPair], readers_of: Iterable[ChannelPair]) -> None:
         self._clips: dict[tuple[str, fx.Node], ChannelValues] = {}

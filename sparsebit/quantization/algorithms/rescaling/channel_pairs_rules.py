@@ -1,9 +1,9 @@
-"""Where each channel of a tensor is after an op: the op itself is run on labels instead of values.
+"""Where each channel of a tensor is after an op: `carried` maps labels of the op's inputs to labels of its output.
 
-A label tensor has the shape of the values and holds, at each place, the number of the channel that a scale there
-belongs to; -1 if there is no scale. Ops that only move values are run on the labels, so that nothing about views,
-splits or head layouts is assumed. Ops that compute keep a label if a positive factor on their input is a factor on
-their output.
+A label tensor has the shape of the values, and holds for each element the number of the channel that it belongs to; -1
+if it belongs to none. Ops that only move values are run on the labels, so that nothing about views, splits or head
+layouts is assumed. Ops that compute keep a label if a positive factor on their input is a factor on their output.
+Anything else raises `Refused` with the reason: an unknown op never passes a scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsebit.graph.values.nested import tensors_of
 from sparsebit.quantization.building.inserted_factors import ChannelFactor
 from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr
 
-NONE = -1  # the label of a place that no scale of the channels reaches
+NONE = -1  # the label of an element that belongs to none of the channels
 
 _MOVES = frozenset({"flatten", "unflatten", "reshape", "chunk", "expand", "permute", "squeeze", "roll", "getitem"})
 _WINDOWED = frozenset({"max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "upsample", "pad"})
@@ -37,7 +37,7 @@ _REFUSALS = {
     "div": "it is divided by the channels",
     "pad": "it pads with values that are not zero",
 }
-_PASSED = (QIdentity, QShared, ChannelFactor)  # a scale passes all of them
+_PASSED = (QIdentity, QShared, ChannelFactor)  # modules of this package that a scale passes
 _IDENTITY = next(row for row in ROWS if row.name == "identity")
 
 
@@ -101,6 +101,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
     row, node, shape = op.row, op.node, values[op.node].shape
     if op.is_watched or row is None or (isinstance(op.call, nn.Module) and not _is_torchs(op)):
         raise Refused(f"{op.name} is not known to keep a scale per channel, or has a hook or a forward of your own")
+    # Moves and concatenations may have several labelled inputs, or several outputs; other ops must have one of each.
     if row.name in _MOVES:
         return _moved(op, labels, values)
     if row.name == "cat":
@@ -112,7 +113,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
         raise Refused(f"{row.name} reads the channels twice, or has several values")
     if row.name == "attention":
         return _attended(op, labels, shape)
-    is_divisor = row.name == "div" and (not node.args or node.args[0] is not source)
+    is_divisor = row.name == "div" and (not node.args or node.args[0] is not source)  # 1 / (s x) is not s / x
     if row.name in _ELEMENTWISE and not is_divisor:
         return _same(given, shape, row.name)
     if row.name == "mean":
@@ -125,7 +126,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
 
 
 def scored_by(op: Op) -> list[fx.Node]:
-    """The queries and keys of an attention, whose channels are summed over."""
+    """The queries and keys of an attention: its scores are sums over their channels, which lose the factors."""
     if op.row is None or op.row.name != "attention":
         return []
     given = dict(zip(("query", "key"), op.node.args, strict=False)) | dict(op.node.kwargs)
@@ -151,7 +152,7 @@ def clip_bounds(op: Op) -> tuple[float, float] | None:
 
 
 def vector_along(labels: Tensor, axis: int) -> Tensor | None:
-    """The labels along one axis, if they depend on nothing else; `(size of the axis,)`."""
+    """The labels along one axis, `(size of the axis,)`; None if they differ along any other axis."""
     others = [other for other in range(labels.ndim) if other != axis % labels.ndim]
     if not all(_is_constant_along(labels, other) for other in others):
         return None
@@ -165,17 +166,17 @@ def _is_constant_along(labels: Tensor, axis: int) -> bool:
 
 
 def _narrowed(labels: Tensor, axis: int, why: str) -> Tensor:
-    """The labels with a single place along the axis; `why` they are refused if they differ along it."""
+    """The labels with size 1 along the axis. If they differ along it, raises `Refused(why)`."""
     if not _is_constant_along(labels, axis):
         raise Refused(why)
     return labels.narrow(axis, 0, 1)
 
 
-# --- one kind of op each
+# --- one function for each kind of op
 
 
 def _moved(op: Op, labels: dict[fx.Node, Any], values: dict[fx.Node, Value]) -> Any:
-    """Run the op on the labels."""
+    """Run an op that only moves values on the labels."""
 
     def real(argument: fx.Node) -> Any:
         if argument in labels:
@@ -217,7 +218,7 @@ def _concatenated(op: Op, labels: dict[fx.Node, Any], values: dict[fx.Node, Valu
 
 
 def _attended(op: Op, labels: dict[fx.Node, Any], shape: torch.Size) -> Tensor:
-    """`softmax(q k^T) v`: every head channel of `v` is one of the output."""
+    """`softmax(q k^T) v`: each channel of `v` in a head is the same channel of the output."""
     given = dict(zip(("query", "key", "value"), op.node.args, strict=False)) | dict(op.node.kwargs)
     value = given.get("value")
     found = labels.get(value) if isinstance(value, fx.Node) else None
@@ -270,7 +271,7 @@ def _windowed(op: Op, given: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tensor:
-    """`a @ b`: the labels of `b` along its last axis, or of `a` along the axis before its last, are in the product."""
+    """`a @ b` has the labels of the columns of `b`, or of the rows of `a`. The axis summed over must have none."""
     places = list(tensor_arguments(op.row, op.node.args, dict(op.node.kwargs)).values()) if op.row is not None else []
     if len(places) != 2 or places.count(source) != 1 or min(given.ndim, len(shape)) < 2:
         raise Refused("the product cannot be followed")
@@ -279,7 +280,7 @@ def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tenso
 
 
 def _is_torchs(op: Op) -> bool:
-    """Whether the module is exactly the class of its row; modules named dropout are identities in eval mode."""
+    """Whether the module is one of torch's own classes, whose arithmetic is known; a dropout only in eval mode."""
     assert op.row is not None
     if isinstance(op.call, _PASSED):
         return True

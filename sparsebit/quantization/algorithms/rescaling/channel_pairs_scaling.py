@@ -1,4 +1,10 @@
-"""Scales the channels of a calibrated model; a pair that changes the float model's outputs on the data is undone."""
+"""`FloatRuns`: the steps that equalization and smoothing share, around the choice of their factors.
+
+In order: reset parameters to the float model's (`start_from_float`), run the data and keep the float outputs
+(`observe`), apply factors, undo pairs that change the float outputs (`_proved`) or raise the quantization error on
+held-out samples (`HeldOutJudge`), and calibrate again, because all ranges have changed. `float_runs` is the context
+manager around these; after an error everything is as before.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +42,7 @@ Watch = Callable[[fx.Node, Any], None]  # a callback for each node of a run and 
 
 
 class FloatRuns:
-    """The float model's graph and its batches: pairs, values on the data, and comparison before and after."""
+    """The float model's graph and its batches, and the changes that are made to its parameters."""
 
     def __init__(self, qmodel: QuantModel, data: Any, *, verb: str, memory_budget: int) -> None:
         require_calibrated(qmodel, verb)
@@ -56,7 +62,7 @@ class FloatRuns:
         self._numbers = {q: {key: value.clone() for key, value in q.state_dict().items()} for q in qmodel.quantizers()}
 
     def _made_up_call(self) -> Call:
-        """A call like the example that the model was captured with, used if no activation needs data."""
+        """A call with random values in the shapes of the example, for a model whose activations stay in float."""
         example, quantizers = self.qmodel.example_inputs, self.qmodel.quantizers()
         is_known = any(q.target == "activation" and q.is_calibrated and not q.fake_fused for q in quantizers)
         if is_known or example is None:
@@ -109,7 +115,7 @@ class FloatRuns:
 
     @torch.no_grad()
     def start_from_float(self) -> None:
-        """Reset changed parameters to the float model's: what was rounded for the old ranges would be rounded twice."""
+        """Reset parameters that algorithms have rounded: their codes fit the old ranges, and would be rounded twice."""
         changed = self.qmodel.float_parameters.changed(self.root)
         for parameter, value in changed:
             self._rounded.append((parameter, parameter.detach().clone()))
@@ -182,7 +188,7 @@ class FloatRuns:
     def _proved(
         self, kept: list[ChannelPair], tried: list[ChannelPair], factors: Factors, refused: dict[str, str]
     ) -> list[ChannelPair]:
-        """`kept` plus those of `tried` that change nothing in addition to it; if all do, each half is tried."""
+        """`kept` and those of `tried` that leave the float outputs unchanged, found by bisection."""
         if not tried:
             return kept
         self.restore()
@@ -209,7 +215,7 @@ class FloatRuns:
 
 @contextlib.contextmanager
 def float_runs(qmodel: QuantModel, data: Any, *, verb: str, asym: bool, memory_budget: int) -> Iterator[FloatRuns]:
-    """Inside, quantization is off; afterwards ranges are calibrated again, or, after an error, as before."""
+    """Inside, quantization is off. Afterwards ranges are calibrated again; after an error everything is restored."""
     runs = FloatRuns(qmodel, data, verb=verb, memory_budget=memory_budget)
     switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
     qmodel.eval()
@@ -229,7 +235,7 @@ def float_runs(qmodel: QuantModel, data: Any, *, verb: str, asym: bool, memory_b
 
 @contextlib.contextmanager
 def interpreted(root: fx.GraphModule, *watches: Watch) -> Iterator[None]:
-    """Inside, the graph runs node by node, and the watches get the value of each."""
+    """Inside, the graph runs node by node, and the watches are called with each node and its value."""
     placeholders = [(node, str(node.target)) for node in root.graph.find_nodes(op="placeholder")]
 
     class Watched(fx.Interpreter):

@@ -1,4 +1,10 @@
-"""Cross-layer equalization of a calibrated model: each channel gets equally large weights in neighbouring layers."""
+"""`equalize`: cross-layer equalization; each channel gets equally large weights in the layers before and after it.
+
+With one scale per tensor, a channel with small weights has few codes. The formulas are in `equalization_math.py`, the
+pairs of layers in `channel_pairs.py`, applying and checking factors in `channel_pairs_scaling.py`. This file finds the
+factors by rounds over all pairs, since neighbouring pairs share layers, and moves constant parts of activations into
+the next layer's bias.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ from sparsebit.quantization.model.quant_model import QuantModel
 
 log = logging.getLogger(__name__)
 
-_ENOUGH_VALUES = 32  # of a channel: fewer cannot show how low values of other samples will be
+_ENOUGH_VALUES = 32  # per channel: fewer do not show how low the values of other samples will be
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def equalize(
 
 
 def _result(pair: ChannelPair, factor: Tensor | None, before: float, absorbed: float, *reasons: str) -> Equalized:
-    """`factor`: of each channel; None where the pair stays as it was."""
+    """`factor`: that of each channel; None if the pair is unchanged."""
     if factor is None:
         factor = torch.ones(pair.num_channels, dtype=torch.float64)
     readers, num_scaled = tuple(reader.name for reader in pair.readers), int((factor != 1).sum())
@@ -136,7 +142,7 @@ def _converged(
 
 
 def _sizes(pair: ChannelPair) -> tuple[Tensor, Tensor]:
-    """How large the weights of each channel are at its source and at its readers, `(channels,)` float64."""
+    """The largest weight of each channel at its source, and at its readers, `(channels,)` float64."""
     assert pair.layer is not None
     return output_sizes(pair.layer).double(), pair.read_sizes
 
@@ -159,7 +165,7 @@ def _can_absorb(pair: ChannelPair) -> bool:
 
 @torch.no_grad()
 def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: SeenValues) -> dict[str, float]:
-    """Move constant parts into the readers' biases, all or none of them; returns the largest one of each pair."""
+    """Move constant parts into the readers' biases, for all pairs or none; returns each pair's largest constant."""
     found: dict[str, float] = {}
     changed: list[tuple[Tensor, Tensor]] = []
 
@@ -184,6 +190,7 @@ def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: S
             inputs = torch.where(reader.channels >= 0, constant[reader.channels.clamp_min(0).long()], 0.0)
             store(taken, taken.double() + (weight.double() * along_inputs(reader.layer, inputs)).flatten(1).sum(1))
         found[pair.name] = float(constant.max())
+    # Other samples may be lower than the lowest value seen: a ReLU would then clip what was moved. So compare outputs.
     if changed and (why := runs.changed()) is not None:
         for parameter, before in reversed(changed):
             parameter.copy_(before)

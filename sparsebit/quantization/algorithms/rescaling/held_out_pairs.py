@@ -38,10 +38,10 @@ class HeldOutJudge:
 
     def __init__(self, qmodel: QuantModel, batches: SharedData) -> None:
         self.qmodel, self.batches = qmodel, batches
-        # The first split's part of the last error: factors fitted on samples have not seen those that it holds out.
+        # The part of the last error that comes from the first split, whose held-out samples no factor was fitted on.
         self._first_noise = 0.0
         samples = find_samples(len(batches), batches.get, self._answer)
-        self.num_samples = fewest = min(gather(len(samples)))  # all processes need the same number of calibrations
+        self.num_samples = fewest = min(gather(len(samples)))  # all processes must run the same number of calibrations
         if fewest >= _ENOUGH:
             self.splits: tuple[Split, ...] = (samples.split(_HOLD_OUT),)
         elif fewest > 1:
@@ -63,7 +63,7 @@ class HeldOutJudge:
     def kept(
         self, verb: str, pairs: Sequence[ChannelPair], change: Callable[[Sequence[ChannelPair]], None], *, asym: bool
     ) -> list[ChannelPair]:
-        """The pairs whose `change` is kept, applied: all are tried first; if the error rises, halves, a few times."""
+        """The pairs that are kept; their change is applied. All are tried first, then, if the error rises, halves."""
         change([])
         if not pairs:
             return []
@@ -80,7 +80,7 @@ class HeldOutJudge:
         first = self._first_noise
         found: list[ChannelPair] = []
         waiting, worst = [list(pairs)], 0.0
-        for part in itertools.islice(waiting, _MOST_TRIALS):  # which grows meanwhile
+        for part in itertools.islice(waiting, _MOST_TRIALS):  # the list grows while it is read
             change([*found, *part])
             error, half = self._error(targets, asym), len(part) // 2
             if error <= best * limit and self._first_noise <= first * limit:

@@ -1,8 +1,9 @@
-"""Smoothing of a calibrated model: activations with a few large channels become easier to quantize.
+"""`smooth`: activations with a few large channels become easier to quantize, by scaling these channels down.
 
-The arithmetic is in `smoothing_math.py`, the search for layers that share channels in `channel_pairs.py`. A scale is
-folded into the norm or layer that produces the channels. If a residual sum or a GELU reads or produces them, folding
-is impossible, and the scale is applied only on request, as a multiplication before the layer.
+The arithmetic is in `smoothing_math.py`, the search for layers that share channels in `channel_pairs.py`, applying and
+checking factors in `channel_pairs_scaling.py`. For each source, `_Search` tries powers and caps on samples of the
+readers' inputs. A scale is folded into the norm or layer that produces the channels. If a residual sum or a GELU reads
+or produces them, folding is impossible, and the scale is applied only on request, as a multiplication before the layer.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Choice(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """The best choice for a pair, its factors, and the errors before and after."""
+    """The best choice for a pair, its factor per channel, and the errors before and after."""
 
     choice: _Choice
     factors: Tensor
@@ -176,7 +177,7 @@ def _smooth(
 
 
 class _Samples:
-    """Watches a run and keeps some of each reader's inputs."""
+    """A callback for a run of the float model: keeps some of each reader's inputs."""
 
     def __init__(self, pairs: Sequence[ChannelPair], num_batches: int, num_samples: int, memory_budget: int) -> None:
         self._store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
@@ -202,7 +203,7 @@ class _Samples:
                 self._parts.setdefault((node, dims), []).append(batch)
 
     def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
-        """Two halves: one to find ranges, one to judge them. Images may differ in size."""
+        """The reader's kept inputs in two halves: one to find ranges, one to judge them. Images may differ in size."""
         key = reader.node.all_input_nodes[0], num_dims(reader.layer)
         parts = [self._store.get((*key, batch)) for batch in self._parts.get(key, ())]
         if len(parts) == 1 and len(parts[0]) > 1:
@@ -276,7 +277,7 @@ class _Search:
 
 
 class _Trial:
-    """One reader on its samples: its float output, and its output when inputs and weight are scaled and quantized."""
+    """One reader on its samples: the error of its output when inputs and weight are scaled and quantized."""
 
     def __init__(self, root: fx.GraphModule, reader: Reader, seen: list[Tensor], judged: list[Tensor]) -> None:
         self.reader, self.seen, self.judged = reader, seen, judged
@@ -289,7 +290,7 @@ class _Trial:
             self.targets = [forward_with(layer, self.weight, self.bias, (x,), {}) for x in judged]
 
     def input_sizes(self, num_channels: int) -> Tensor:
-        """How large each channel is in the half that ranges are found on, `(channels,)`."""
+        """The largest magnitude of each channel in the half that ranges are found on, `(channels,)`."""
         axis = -1 - num_dims(self.reader.layer)
         sizes = torch.stack([x.abs().movedim(axis, 0).flatten(1).amax(1) for x in self.seen]).amax(0)
         return largest_by_channel(sizes.double(), self.reader.channels, num_channels)

@@ -1,4 +1,4 @@
-"""Batch-norm tuning as a step of `ALGORITHMS`; the norms are folded by `calibrating/fold_batchnorm.py`."""
+"""`tune_batchnorms`: batch-norm tuning as a step of `ALGORITHMS`; `calibrating/fold_batchnorm.py` folds the norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TINY = 1e-30
 
 
 class Statistics(NamedTuple):
-    """The mean and variance of each channel of a norm, and the number of batches."""
+    """A norm's running mean and variance per channel, and its number of batches."""
 
     mean: Tensor
     variance: Tensor
@@ -64,7 +64,7 @@ def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method =
             f"batchnorm_tuning: no batch norm with running statistics is in the model, or they are folded; {remedy}"
         )
     expected = trained = {norm: _statistics(norm) for norm in norms.values()}
-    if method == "difference":
+    if method == "difference":  # measured first, while the float model's outputs can still be computed
         with in_float(qmodel):
             expected = _float_statistics(qmodel, norms.values(), data)
     moved: dict[str, float] = {}
@@ -81,7 +81,7 @@ def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method =
 
 
 def _float_statistics(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> dict[_BatchNorm, Statistics]:
-    """The statistics of the float model on the data; afterwards the norms have their own again."""
+    """The statistics that the float model's norms find on the data; the norms' own are restored afterwards."""
     before = {norm: _statistics(norm) for norm in norms}
     try:
         with restarted_statistics(qmodel.model, "batchnorm_tuning: no batch norm with running statistics"):

@@ -1,4 +1,7 @@
-"""Bias correction of a calibrated model: each layer's bias compensates for the shift of its mean output."""
+"""`correct_biases`: each layer's bias compensates for the shift of its mean output that quantization causes.
+
+The arithmetic is in `bias_correction_math.py`; this file visits the layers in order, and measures means over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,8 @@ def _expected_shift(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData)
     for batch in range(data.num_batches):
         x = input_of(data, data.float_inputs, batch)
         num_samples = 1
-        if form.num_dims and x.ndim == form.num_dims + 2:  # of images: the mean image has the mean patches
+        # The patches of the mean image are the means of the images' patches: one image instead of a batch.
+        if form.num_dims and x.ndim == form.num_dims + 2:
             num_samples, x = len(x), x.mean(0, keepdim=True)
         for patches in form.patches(x):
             means.add(patches.transpose(1, 2).flatten(0, 1), 0, weight=num_samples)
@@ -114,7 +118,7 @@ def _expected_shift(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData)
 
 
 def _merged(means: Means) -> Means:
-    """Over all processes."""
+    """The means over all processes."""
     merged = Means()
     for state in gather(means.state()):
         merged.merge(Means.from_state(state))

@@ -3,6 +3,10 @@
 The arithmetic is in `sparsebit.numerics.rounding.gptq_math`. This file visits the layers in order, each with the input
 from the quantized layers before it; afterwards the weight holds the dequantized values of its codes, and the quantizer
 the matching scales.
+
+For one layer (`_round_layer`): gather second moments of its quantized and float inputs, in two halves of the data;
+choose damping and input correction by fitting on one half and judging on the other; round with all data; write codes,
+scales and bias. It always rounds the float model's weight, so running it twice does not round twice.
 """
 
 from __future__ import annotations
@@ -51,13 +55,14 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 
 log = logging.getLogger(__name__)
 
-# With fewer rows for each column of a layer, its second moments describe the given data more than other data.
+# With fewer rows of data for each column, a layer's second moments fit this data alone, which is worth a warning.
 _FEWEST_ROWS = 4
 _DAMPING = 0.01
-# With fewer rows, the damping is chosen by held-out data. ResNet-20 with 28 rows per column gained nothing by the
-# choice, and calibration with GPTQ took 1.5 times as long.
+# With fewer rows per column than this, the damping is chosen by held-out data. Measured: ResNet-20, with 28 rows per
+# column, gained nothing by the choice, and calibration with GPTQ took 1.5 times as long.
 _PLENTY_OF_ROWS = 16
-# Factors that are tried for each scale. With "gptq" each one costs a whole rounding; the refit is finer than both.
+# The number of factors that are tried for each scale. With "gptq" each one costs a whole rounding, and the refit that
+# follows is finer than either step.
 _NUM_CANDIDATES: dict[ScaleSearch, int] = {"none": 1, "nearest": 24, "gptq": 12}
 
 
@@ -130,12 +135,12 @@ def gptq(
     run, folder = _Run(qmodel, options), folder_of(resume, "gptq", asdict(options))
     qmodel.visit_blocks(data, run.visit, blocks="layers", memory_budget=memory_budget, resume=folder)
     run.reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
-    run.tell()
+    run.log_summary()
     return run.found
 
 
 class _Run:
-    """The results of the visits of one run: each layer's gain, why others stay, and which have few rows of data."""
+    """The results of one run: each layer's errors, why other weights stay, and which layers had few rows of data."""
 
     def __init__(self, qmodel: QuantModel, options: _Options) -> None:
         self.options, self.float_parameters = options, qmodel.float_parameters
@@ -164,7 +169,7 @@ class _Run:
             self.scarce[name] = rows_per_column
         log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, gained.nearest, gained.rounded)
 
-    def tell(self) -> None:
+    def log_summary(self) -> None:
         log.info("GPTQ: %d layers rounded", len(self.found))
         if self.reasons:
             shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
@@ -193,7 +198,7 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
 def _round_layer(
     layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options, float_parameters: FloatParameters
 ) -> tuple[LayerRounding, float]:
-    """The layer's errors, and how many rows of data there were for each of its columns."""
+    """Round one layer. Returns its errors, and how many rows of data there were for each column of its weight."""
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
     # If an algorithm ran before, its result is discarded: the float model's weight is rounded.
@@ -207,6 +212,7 @@ def _round_layer(
     if not moments.is_finite:
         raise CalibrationError(f"{data.block.name}: its input is not finite; a batch has NaN or infinity")
     has_bias = options.correct_bias and bias is not None
+    # A bias absorbs the mean error, so only deviations from the mean count: the moments are centered.
     hessian, cross = _second_moments(moments, centered=has_bias)
     original = float_weight.to(hessian)
     sides = [_second_moments(half, centered=has_bias) for half in halves if half.num_rows]
@@ -228,7 +234,8 @@ def _round_layer(
     rounded = quantize(wanted, hessian, grid, rounding)
     if options.keep_variance:
         rounded = with_variance(rounded, wanted, hessian, power.variance(centered=has_bias))
-    if has_bias:  # before the codes are stored: of a float64 layer, `original` is the weight itself
+    # Before the codes are stored: for a float64 layer `original` shares memory with the weight.
+    if has_bias:
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
         bias.copy_((bias if bias_before is None else bias_before.to(bias)) + form.outputs(shift).to(bias))
@@ -295,7 +302,10 @@ def _moments(
 
 
 def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
-    """The usual level of the float inputs' samples (images only), on all processes; None if none is far above it."""
+    """The usual magnitude level of the input images, on all processes; None if no image is far above it.
+
+    `numerics/rounding/outlier_samples.py` defines levels and the weights of samples above the usual one.
+    """
     counts: Counter[int] = Counter()
     for index in range(data.num_batches if form.num_dims >= 2 else 0):
         x = input_of(data, data.float_inputs, index)
@@ -323,6 +333,7 @@ def _second_moments(moments: InputMoments, *, centered: bool) -> tuple[Tensor, T
 
 
 def _parts(form: LayerMatrix, x: Tensor, original: Tensor, *, whole: bool) -> list[tuple[Tensor, Tensor]]:
+    """The batch and its float version, or both in two halves if it is the only batch and has several samples."""
     is_single = len(x) < 2 or x.ndim < 2 or x.ndim == form.num_dims + 1
     if whole or is_single:
         return [(x, original)]
@@ -330,7 +341,7 @@ def _parts(form: LayerMatrix, x: Tensor, original: Tensor, *, whole: bool) -> li
 
 
 def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:
-    """The calibrated grid of the layer's weight."""
+    """The calibrated grid of the layer's weight; every weight has the index of its scale."""
     weight, quantizer = layer.op.get_parameter("weight"), layer.weight_quantizer
     scale, zero_point = (param.detach().reshape(-1).double() for param in quantizer.qparams())
     numbers = torch.arange(scale.numel(), device=weight.device)

@@ -1,7 +1,8 @@
-"""The learned parameters of a reconstruction at a quantizer: the rounding of a weight, the step size of an activation.
+"""The parameters that a reconstruction learns: rounding and scale of a weight, step size of an activation.
 
-While they are in place, they replace the quantizer's forward; `store` writes the result into the model, where the
-quantizer itself then computes the same values.
+`find_sites` creates them for a block, `in_place` lets them replace the forward of their quantizers during training, and
+`store` writes the result into the model. The invariant: after `store`, the ordinary quantizer computes the same values
+as the learned one, because the weight holds dequantized codes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Rates:
 
 
 class LearnedWeight:
-    """A weight whose codes, and optionally scale, are learned, from the current codes. `original`: its float values."""
+    """A weight whose codes, and optionally scale, are learned, starting from its current codes.
+
+    `original`: its values in the float model; None if the stored weight is that.
+    """
 
     def __init__(self, layer: WeightedQuantOpr, original: Tensor | None, kind: RoundingKind, learns: bool) -> None:
         self.quantizer, self.weight = layer.weight_quantizer, layer.op.get_parameter("weight")
@@ -95,7 +99,7 @@ class LearnedStep:
         self.scale, self.zero_point = (number.detach().clone() for number in quantizer.qparams())
         spec = quantizer.spec
         self.log_factor = torch.zeros_like(self.scale).requires_grad_(self.is_learned)
-        # A grid that starts at zero is that of a ReLU: its start stays fixed.
+        # A grid that starts at zero is that of a ReLU's output: its zero point stays fixed.
         moves = self.is_learned and not spec.symmetric and bool((self.zero_point > spec.qmin).all())
         self.shift = torch.zeros_like(self.zero_point).requires_grad_(moves)
         self._drops: Tensor | None = None
@@ -111,7 +115,7 @@ class LearnedStep:
         return torch.where(self._dropped(x), x, y) if self.drop else y
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """A mask of elements that stay in float: a window of numbers drawn once, since drawing is slow."""
+        """A mask of elements that stay in float: a random window of numbers drawn once, because drawing is slow."""
         size = x.numel()
         if self._drops is None or len(self._drops) < 2 * size:
             self._drops = (torch.rand(2 * size, generator=self.generator) < self.drop).to(x.device)
@@ -145,19 +149,19 @@ class Settings:
     fisher: bool
 
     def changed(self, *wishes: Any) -> Settings:
-        """With these values of all fields but `unit`; None: as it is."""
+        """These settings with other values, in the order of the fields after `unit`; None keeps a value."""
         pairs = zip(astuple(self)[1:], wishes, strict=True)
         return Settings(self.unit, *(now if wish is None else wish for now, wish in pairs))
 
 
 @dataclass(frozen=True)
-class Sites:
-    """The learned parameters of one block. `biases`: each with the size that its learning rate is relative to."""
+class LearnedSites:
+    """Everything that is learned in one block. `biases`: each with the size that its learning rate is relative to."""
 
     weights: tuple[LearnedWeight, ...]
     steps: tuple[LearnedStep, ...]
     biases: tuple[tuple[nn.Parameter, float], ...]
-    were_fitted: bool = False  # by an algorithm before
+    were_fitted: bool = False  # whether an earlier algorithm has fitted weights to the same data
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
         learned: tuple[LearnedWeight | LearnedStep, ...] = (*self.weights, *self.steps)
@@ -173,8 +177,8 @@ class Sites:
 
 def find_sites(
     block: Block, settings: Settings, owners: dict[int, int], floats: FloatParameters, generator: torch.Generator
-) -> tuple[Sites, dict[str, str]]:
-    """The parts of the block that can be learned, a layer at its first call, and by path why a weight cannot."""
+) -> tuple[LearnedSites, dict[str, str]]:
+    """All that can be learned in the block, and for every other quantized weight, by path, why it cannot."""
     reasons: dict[str, str] = {}
     weights: list[LearnedWeight] = []
     steps: dict[Quantizer, LearnedStep] = {}
@@ -198,7 +202,7 @@ def find_sites(
             is_site = quantizer.is_enable and quantizer.target == "activation"
             if is_site and quantizer.spec.format == "integer" and has_own_grid(quantizer):
                 steps[quantizer] = LearnedStep(quantizer, settings, generator)
-    return Sites(tuple(weights), tuple(steps.values()), tuple(biases), were_fitted), reasons
+    return LearnedSites(tuple(weights), tuple(steps.values()), tuple(biases), were_fitted), reasons
 
 
 def _why_unequal(quantizer: Quantizer) -> str:
@@ -207,14 +211,17 @@ def _why_unequal(quantizer: Quantizer) -> str:
 
 
 def _row_norm(layer: WeightedQuantOpr) -> float:
-    """How strongly an output changes with its inputs: a bias's learning rate is relative to it."""
+    """The mean norm of the weight's rows. A bias's learning rate is relative to it, as outputs scale with it."""
     weight = layer.op.get_parameter("weight").detach()
     return float(weight.flatten(1).norm(dim=1).mean()) if weight.ndim > 1 else 1.0
 
 
 @contextlib.contextmanager
-def in_place(sites: Sites, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, quantizers compute with the learned values, and layers with plain fake-quant, which has a gradient."""
+def in_place(sites: LearnedSites, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, quantizers compute with the learned values, and layers with plain fake-quant.
+
+    The simulated integer kernels and the int32 biases are inactive in training mode, which is set on them alone.
+    """
     parts = [part for module in modules for part in module.modules()]
     kernels = {part: part.training for part in parts if isinstance(part, (IntegerKernel, BiasRounding))}
     biases = [(bias, bias.requires_grad) for bias, _ in sites.biases]

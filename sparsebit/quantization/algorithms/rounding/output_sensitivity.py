@@ -1,5 +1,6 @@
-"""How strongly each element of a block's output affects the network's output: weights for a reconstruction's error.
+"""`OutputSensitivity`: how strongly each element of a block's output affects the network's output.
 
+These are weights for a reconstruction's error (`fisher`).
 BRECQ (Li et al., ICLR 2021, section 3.2) weighs the error of a block's output by the diagonal of the Fisher
 information. Here it is that of the squared error of the network's output `y`, the diagonal of `J^T J` with
 `J = dy / d(block output)`, which needs no labels and does not vanish if a classifier is certain. It is estimated with

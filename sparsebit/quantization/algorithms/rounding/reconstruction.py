@@ -2,7 +2,9 @@
 output stays near that of the float model.
 
 AdaRound, BRECQ, QDrop, AutoRound and distillation are settings of this one procedure (`METHODS`). The arithmetic is in
-`numerics/rounding/learned_codes.py`, the training loop in `execution/blocks/training.py`.
+`numerics/rounding/learned_codes.py`, the training loop in `execution/blocks/training.py`, what is learned at each
+quantizer in `learned_sites.py`. A block whose error on held-out samples does not fall is restored, so the result is
+never worse there than before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.rounding.learned_codes import RoundingKind
 from sparsebit.quantization.algorithms.layer_visits import folder_of, num_owners, weights_outside
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.algorithms.rounding.learned_sites import Rates, Settings, Sites, Unit, find_sites, in_place
+from sparsebit.quantization.algorithms.rounding.learned_sites import (
+    LearnedSites,
+    Rates,
+    Settings,
+    Unit,
+    find_sites,
+    in_place,
+)
 from sparsebit.quantization.algorithms.rounding.output_sensitivity import OutputSensitivity
 from sparsebit.quantization.calibrating.block_visits import block_state, load_block_state
 from sparsebit.quantization.model.quant_model import QuantModel
@@ -33,9 +42,11 @@ from sparsebit.quantization.model.quant_model import QuantModel
 log = logging.getLogger(__name__)
 
 Method = Literal["adaround", "brecq", "qdrop", "autoround", "distill"]
-# How far all steps together may move the rounding of a weight, relative to the distance between codes: with more, the
-# signed steps oscillate between codes.
+# How far all steps together can move the rounding of a weight, in codes; divided by the number of steps, it is the
+# default learning rate. With more, signed steps oscillate between codes.
 _TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "latent": 0.8, "none": 0.0}
+# Without held-out samples: the error of weights that an earlier algorithm fitted to the same samples is too optimistic,
+# so a larger one is accepted, up to this factor.
 _MARGIN = 1.5
 METHODS: dict[Method, Settings] = {
     "adaround": Settings("layers", "sigmoid", False, False, False, 0.0, False),
@@ -164,12 +175,12 @@ def _reconstructed(
         views=views,
     )
     run.reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
-    run.tell(method, has_named_blocks=not isinstance(unit, str))
+    run.log_summary(method, has_named_blocks=not isinstance(unit, str))
     return run.found
 
 
 class _Run:
-    """The results of the visits of one run: each block's gain, blocks with nothing to learn, and why weights stay."""
+    """The results of one run: each block's errors, blocks with nothing to learn, and why weights stay."""
 
     def __init__(self, qmodel: QuantModel, options: _Options, sensitivity: OutputSensitivity | None) -> None:
         self.options, self.sensitivity, self.float_parameters = options, sensitivity, qmodel.float_parameters
@@ -192,15 +203,15 @@ class _Run:
             self.sensitivity.drop(block)
         log.debug("%s: %s", block.name, result)
 
-    def tell(self, method: Method, *, has_named_blocks: bool) -> None:
+    def log_summary(self, method: Method, *, has_named_blocks: bool) -> None:
         found, put_back = self.found, [name for name, result in self.found.items() if not result.is_kept]
         log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
         if put_back:
-            log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
+            log.info("%s: these are unchanged, because their error did not fall: %s", method, ", ".join(put_back))
         if len(put_back) * 2 > len(found) > 1:
             log.warning(
-                "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other "
-                "samples; give more calibration samples",
+                "%s: %d of %d blocks are unchanged, because the training did not lower their error on other samples; "
+                "give more calibration samples",
                 *(method, len(put_back), len(found)),
             )
         if self.empty and has_named_blocks:
@@ -208,13 +219,13 @@ class _Run:
             log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", names)
         if self.reasons:
             shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-            log.warning("reconstruct() left %d weights as they were: %s", len(self.reasons), shown)
+            log.warning("reconstruct() left %d weights unchanged: %s", len(self.reasons), shown)
 
 
 def _reconstruct_block(
-    data: BlockData, sites: Sites, options: _Options, weights: BatchValues | None
+    data: BlockData, sites: LearnedSites, options: _Options, weights: BatchValues | None
 ) -> BlockReconstruction:
-    """`weights`: of each element's error, for all batches of the run."""
+    """Train one block, and keep the result if its error fell. `weights`: of the error of each output element."""
     state = {name: tensor.clone() for name, tensor in block_state(data.block).items()}
     extras = None if weights is None else weights.part(data.batches)
 
@@ -246,7 +257,6 @@ def _reconstruct_block(
     if held_before is not None and held_after is not None:
         is_kept = held_after < held_before
     else:
-        # If it was fitted to the same data before, its error there is too optimistic: compare with a margin.
         is_kept = after < before * (_MARGIN if sites.were_fitted else 1.0)
     if not is_kept:
         load_block_state(data.block, state)

@@ -1,6 +1,6 @@
-"""Fusions of ops with the fake-quant after them, in inductor's input graph, if gradients are recorded.
+"""`FuseQuantizers`: fuses ops with the fake-quant after them in inductor's input graph, if gradients are recorded.
 
-`FuseQuantizers` is for inductor's option `pre_grad_custom_pass`.
+It is given to inductor as the option `pre_grad_custom_pass` (`inductor_options.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _chain(node: Any) -> list[fx.Node]:
-    """Dropouts that drop nothing, and the function before them; empty if one of them has other readers."""
+    """Dropouts with p = 0 and the function before them; empty if one of them has other readers."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)

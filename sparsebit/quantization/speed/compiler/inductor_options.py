@@ -16,7 +16,7 @@ def compiler_options(device_type: str) -> dict[str, Any]:
 
 
 def with_options(settings: dict[str, Any], device_type: str) -> dict[str, Any]:
-    """`torch.compile`'s settings with ours among their options; the user's options win.
+    """`torch.compile`'s settings with this package's options added; the user's options win.
 
     torch accepts either a mode or options, so a mode is replaced by its options.
     """
