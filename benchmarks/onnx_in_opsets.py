@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from common import emit, sqnr_db
 from deploy_models import CASES, Case, _images, _judge_classes, _made_up_images, _random, _timm, batch, batches, run
-from models import cifar, efficientnet_lite0, yolov5n
+from models import cifar, efficientnet_lite0, torchvision_shim, yolov5n
 from torch import nn
 
 OPSETS = {11: False, 13: False, 17: False, 21: True}  # with torch.export or not
@@ -51,6 +51,7 @@ def model_case(name: str, *, is_scored: bool) -> Case:
     if is_scored:
         return CASES[name]()
     if name == "resnet50":
+        torchvision_shim.install()  # timm imports torchvision
         net, some = _timm(name).eval(), _images(_made_up_images(4, 1))
     else:
         task = TASKS[name]()

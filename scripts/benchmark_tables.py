@@ -359,6 +359,10 @@ def onnx_in(records: list[Record]) -> str:
     return "\n\n".join([total, table(("architecture", "why it does not"), failed)] if failed else [total])
 
 
+def _model_and_step(record: Record) -> tuple[str, str]:
+    return str(record["model"]), str(record["step"])
+
+
 def onnx_in_opsets(records: list[Record]) -> str:
     """Per model and opset: the difference of the loaded module, and how many layers keep their names."""
     rows = [
@@ -368,7 +372,7 @@ def onnx_in_opsets(records: list[Record]) -> str:
             _number(record.get("difference"), ".0e"),
             f"{record['same_names']} of {record['layers']}" if record["ok"] else _code(record["error"]),
         )
-        for record in records
+        for record in sorted(records, key=_model_and_step)
         if record["step"].startswith("load ")
     ]
     return table(("model", "opset", "largest difference", "layers with their PyTorch names"), rows, numeric=2)
@@ -377,7 +381,7 @@ def onnx_in_opsets(records: list[Record]) -> str:
 def onnx_in_files(records: list[Record]) -> str:
     """The int8 files of each model: accuracy, and CPU time against the float file."""
     times = {(record["model"], record["step"].removeprefix("time ")): record for record in records}
-    names = {"pytorch": "Sparsebit, from PyTorch", "onnxruntime": "onnxruntime.quantization", "nncf": "NNCF"}
+    names = {"pytorch": "Sparsebit, from PyTorch", "onnxruntime": "`onnxruntime.quantization`", "nncf": "NNCF"}
     names |= {f"opset {opset}": f"Sparsebit, from the file of opset {opset}" for opset in (11, 13, 17, 21)}
     names |= {"nncf tuned": "NNCF, set for ONNX Runtime", "aimet-onnx": "AIMET-ONNX"}
     rows = [
@@ -391,7 +395,7 @@ def onnx_in_files(records: list[Record]) -> str:
             ),
             _number(times.get((record["model"], record["step"]), {}).get("cpu_ratio"), ".2f"),
         )
-        for record in records
+        for record in sorted(records, key=_model_and_step)
         if record["step"] in names
     ]
     return table(("model", "file of", "loss", "SQNR", "CPU time, 1 thread"), rows, numeric=2)
