@@ -1,7 +1,7 @@
 """A quantized ONNX file in float64, with the rounding of every site given: what each site should have rounded.
 
-A runtime that differs by one step at a site computes other numbers after it, and is right to. So every judge is compared
-with a run whose sites have the judge's own codes: each site is judged by itself, and no difference is carried on.
+A runtime that differs by one step at a site computes other numbers after it, and is right to. So every judge is
+compared with a run whose sites have the judge's own codes: each site is judged by itself, no difference is carried on.
 """
 
 from __future__ import annotations

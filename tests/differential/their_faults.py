@@ -1,7 +1,7 @@
 """Minimal files that a runtime computes otherwise than ONNX defines them, each found by a random net.
 
-`FAULTS`: name -> the judge, and a function that builds the file. A runtime that is right about one of them needs its row
-in `rules.py`, and the rewrite in `sparsebit/deploy/layouts`, no longer.
+`FAULTS`: name -> the judge, and a function that builds the file. A runtime that is right about one of them needs its
+row in `rules.py`, and the rewrite in `sparsebit/deploy/layouts`, no longer.
 """
 
 from __future__ import annotations

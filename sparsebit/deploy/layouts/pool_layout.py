@@ -4,8 +4,8 @@ torch exports `AdaptiveAvgPool2d(1)` and `x.mean((2, 3))` as ReduceMean, which O
 change of the memory layout before it. GlobalAveragePool is the same mean; quantization can be moved through a Squeeze
 after it.
 
-Without padding, `count_include_pad` means nothing, and torch sets it. ONNX Runtime's integer kernel (1.31) then divides by
-the whole window where `ceil_mode` lets it reach over the edge, so it is set to 0.
+Without padding, `count_include_pad` means nothing, and torch sets it. ONNX Runtime's integer kernel (1.31) then divides
+by the whole window where `ceil_mode` lets it reach over the edge, so it is set to 0.
 """
 
 from __future__ import annotations
