@@ -106,9 +106,11 @@ def case_of(name: str, count: int) -> Case:
     return (architecture if "/" in name else images)(name, count)
 
 
-def examine(name: str, target: str, count: int) -> dict[str, Any]:
+def examine(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    case, row = TARGETS[target], case_of(name, count)
+    target, peers = asked.target, asked.peers
+    case, row = TARGETS[target], case_of(name, asked.samples)
+    del row.calibration[max(1, asked.calibration // len(pytree.tree_leaves(row.calibration[0])[0])) :]
     record: dict[str, Any] = {"model": name, "target": target}
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: Path(folder) / f"{kind}{case.ending}" for kind in ("float", "int8", "torchao")}
@@ -119,7 +121,7 @@ def examine(name: str, target: str, count: int) -> dict[str, Any]:
         parity = qmodel.export(files["int8"], row.sample, check=row.calibration[:1])
         assert parity is not None
         record |= {"parity": str(parity), "exact": parity.is_exact}
-        if target == "executorch":
+        if "torchao" in peers and target == "executorch":
             record |= guarded(partial(by_torchao, row, files["torchao"]), "torchao_error")
         measured = {kind: file for kind, file in files.items() if file.is_file()}
         sessions = {kind: sparsebit.open_session(file, target, num_threads=1) for kind, file in measured.items()}
@@ -130,7 +132,7 @@ def examine(name: str, target: str, count: int) -> dict[str, Any]:
         record["bytes"] = {kind: file.stat().st_size for kind, file in measured.items()}
         record |= times(sessions, row.sample)
         record |= accuracy(sessions, row)
-        if row.score is not None:
+        if "onnx" in peers and row.score is not None:
             record |= guarded(partial(by_onnx, row, Path(folder) / "int8.onnx"), "onnx_error")
     return record
 
@@ -222,10 +224,12 @@ def main() -> None:
     parser.add_argument("--only", default="resnet20,mobilenetv2,vit,efficientnet_lite0,minilm")
     parser.add_argument("--target", default="executorch", choices=sorted(TARGETS))
     parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--calibration", type=int, default=256, help="samples, at most")
+    parser.add_argument("--peers", default="torchao,onnx", help="what is measured too; empty: nothing")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     for name in asked.only.split(","):
-        found = guarded(partial(examine, name, asked.target, asked.samples), "error")
+        found = guarded(partial(examine, name, asked), "error")
         emit({"benchmark": "programs", "model": name, **found}, asked.json)
 
 

@@ -70,7 +70,7 @@ def files() -> str:
     """How each backend's file is written, and what runs it here."""
     head = ("backend", "bias", "int8 weights", "opset", "checked in")
     rows = [
-        (_code([profile.name]), profile.bias, _range(profile), str(profile.opset), _checked_in(profile))
+        (_code([profile.name]), profile.bias, _range(profile), _format(profile), _checked_in(profile))
         for profile in PROFILES.values()
     ]
     return table(head, rows)
@@ -89,7 +89,7 @@ def one_profile(name: str) -> str:
         ("activations", f"{profile.activation_scheme}, {_activation_type(profile)}"),
         ("bias", profile.bias),
         ("batch norms", "folded" if profile.folds_batchnorm else "kept"),
-        ("opset", str(profile.opset)),
+        ("opset", _format(profile)),
         ("checked in", _checked_in(profile)),
     ]
     return table(("", f"`{name}`"), rows)
@@ -143,6 +143,11 @@ def _activation_type(profile: RuntimeProfile) -> str:
     return "int8" if profile.activation_scheme.endswith("-symmetric") else "uint8"
 
 
+def _format(profile: RuntimeProfile) -> str:
+    """The opset of its files; of programs, which have none, the ending."""
+    return str(profile.opset) if profile.ending == ".onnx" else f"none: a `{profile.ending}` program"
+
+
 def _checked_in(profile: RuntimeProfile) -> str:
     return profile.executes or "onnxruntime, node by node"
 
@@ -179,7 +184,10 @@ def main() -> int:
         },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt")},
+        **{
+            f"guides/{name.replace('_', '-')}": {"profile": one_profile(name)}
+            for name in ("openvino", "tensorrt", "qnn", "executorch", "aot_inductor", "litert", "coreml")
+        },
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

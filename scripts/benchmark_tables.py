@@ -26,6 +26,7 @@ SUBJECT = (
     "task",
     "model",
     "tool",
+    "step",
     "runtime",
     "case",
     "backend",
@@ -347,6 +348,55 @@ def sparse_zoo(records: list[Record]) -> str:
     return "\n\n".join(lines)
 
 
+def onnx_in(records: list[Record]) -> str:
+    """How many load, how near they are to ONNX Runtime and how many layers keep their names; then those that do not."""
+    passed = [record for record in records if record["ok"] and record["difference"] <= 1e-4]
+    layers, same = (sum(record[key] for record in passed) for key in ("layers", "same_names"))
+    largest = max((record["difference"] for record in passed), default=0.0)
+    total = f"{len(passed)} of {len(records)} architectures load; the largest difference is {largest:.0e}. {same:,} of "
+    total += f"{layers:,} convolutions, linear layers and embeddings have their PyTorch names."
+    failed = [(record["model"], _code(record.get("error", ""))) for record in records if record not in passed]
+    return "\n\n".join([total, table(("architecture", "why it does not"), failed)] if failed else [total])
+
+
+def onnx_in_opsets(records: list[Record]) -> str:
+    """Per model and opset: the difference of the loaded module, and how many layers keep their names."""
+    rows = [
+        (
+            record["model"],
+            record["step"].removeprefix("load "),
+            _number(record.get("difference"), ".0e"),
+            f"{record['same_names']} of {record['layers']}" if record["ok"] else _code(record["error"]),
+        )
+        for record in records
+        if record["step"].startswith("load ")
+    ]
+    return table(("model", "opset", "largest difference", "layers with their PyTorch names"), rows, numeric=2)
+
+
+def onnx_in_files(records: list[Record]) -> str:
+    """The int8 files of each model: accuracy, and CPU time against the float file."""
+    times = {(record["model"], record["step"].removeprefix("time ")): record for record in records}
+    names = {"pytorch": "Sparsebit, from PyTorch", "onnxruntime": "onnxruntime.quantization", "nncf": "NNCF"}
+    names |= {f"opset {opset}": f"Sparsebit, from the file of opset {opset}" for opset in (11, 13, 17, 21)}
+    names |= {"nncf tuned": "NNCF, set for ONNX Runtime", "aimet-onnx": "AIMET-ONNX"}
+    rows = [
+        (
+            record["model"],
+            names[record["step"]],
+            *(
+                (_number(record.get("loss"), ".2f"), _number(record["sqnr_db"], ".1f", " dB"))
+                if record["ok"]
+                else (_code(record["error"]), "")
+            ),
+            _number(times.get((record["model"], record["step"]), {}).get("cpu_ratio"), ".2f"),
+        )
+        for record in records
+        if record["step"] in names
+    ]
+    return table(("model", "file of", "loss", "SQNR", "CPU time, 1 thread"), rows, numeric=2)
+
+
 SECTIONS: Sections = {
     "accuracy": (accuracy, {"benchmark": "accuracy"}),
     "accuracy peers": (accuracy_peers, {"benchmark": "accuracy_peers"}),
@@ -361,6 +411,9 @@ SECTIONS: Sections = {
     "qat accuracy": (qat_accuracy, {"benchmark": "qat_accuracy"}),
     "fake quant gpu": (fake_quant_gpu, {"benchmark": "fake_quant", "device": "cuda"}),
     "fake quant cpu": (fake_quant_cpu, {"benchmark": "fake_quant", "device": "cpu"}),
+    "onnx in": (onnx_in, {"benchmark": "onnx_in"}),
+    "onnx in opsets": (onnx_in_opsets, {"benchmark": "onnx_in_opsets"}),
+    "onnx in files": (onnx_in_files, {"benchmark": "onnx_in_opsets"}),
     "zoo": (zoo, {"benchmark": "zoo"}),
     "zoo export": (zoo_export, {"benchmark": "zoo_export"}),
     "sparse zoo": (sparse_zoo, {"benchmark": "sparse"}),
@@ -374,6 +427,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "architectures": ("zoo", "zoo export", "sparse zoo"),
     "calibration": ("calibration time", "calibration memory", "calibration search"),
     "files": ("deploy onnxruntime", "deploy openvino"),
+    "onnx-input": ("onnx in", "onnx in opsets", "onnx in files"),
     "placement": ("placement limits",),
     "training": ("qat summary", "qat accuracy", "qat step", "qat ablation", "fake quant gpu", "fake quant cpu"),
 }

@@ -119,6 +119,23 @@ def test_a_file_without_its_code(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ending", "modules"), [(".pte", ("executorch", "torchao")), (".pt2", ())])
+def test_a_program(
+    ending: str, modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for package in ("sklearn", "numpy", *modules):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    file = tmp_path / f"int8{ending}"
+    monkeypatch.setattr(sys, "argv", ["ptq_program", "--export", str(file), "--json"])
+    importlib.import_module("ptq_program").main()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["scores"]["file"] > record["scores"]["float"] - 2 > 80
+    assert "in integers" in record["audit"] and file.is_file()
+
+
+@pytest.mark.slow
 def test_compress(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("numpy", "scipy", *ONNX):
         pytest.importorskip(package)
@@ -194,7 +211,13 @@ def test_a_resumed_run_ends_as_one_that_was_never_interrupted(tmp_path: Path) ->
 
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
     scripts = {file.stem for file in EXAMPLES.glob("*_*.py") if "__main__" in file.read_text(encoding="utf-8")}
-    names = scripts - {"qat_digits", "ptq_gpt2", "ptq_onnx_file", "compress_cifar10"}  # which have tests of their own
+    names = scripts - {
+        "qat_digits",
+        "ptq_gpt2",
+        "ptq_onnx_file",
+        "ptq_program",
+        "compress_cifar10",
+    }  # which have tests of their own
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert names == RUNS.keys() | LOOPS.keys() | LANGUAGE_MODELS.keys()
     assert [name for name in names if f"[{name}.py]({name}.py)" not in readme] == []

@@ -190,9 +190,10 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "litert",
-            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
+            # Without cat: its converter takes all inputs to be on one grid.
+            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul"})
             | frozenset({"max_pool", "adaptive_avg_pool"}),
-            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            conv_fed=frozenset({"add", "mul", "max_pool", "adaptive_avg_pool"}),
             outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
             absorbs=frozenset({"relu", "relu6", "hardtanh"}),
             folds_batchnorm=True,

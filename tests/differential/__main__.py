@@ -27,7 +27,6 @@ from tests.differential.net import Net
 from tests.differential.shrinking import smallest
 from tests.fuzz.choices import Choices
 
-
 _KEPT = ExitStack()
 
 

@@ -40,7 +40,7 @@ def differences(judge: str, file: ExactFile, trace: Trace, found: Mapping[str, A
 def _at(judge: str, file: ExactFile, trace: Trace, stretch: Stretch, found: Any) -> Difference | None:
     magnitude = file.magnitude(stretch, trace)
     if stretch.end in trace.positions:
-        return _at_site(judge, trace, stretch, found, magnitude)
+        return _at_site(judge, file, trace, stretch, found, magnitude)
     expected = trace.values[stretch.end]
     if expected.shape != found.shape:
         return Difference(judge, stretch.end, stretch.ops, numpy.inf, "", f"shape {found.shape}, not {expected.shape}")
@@ -54,11 +54,18 @@ def _at(judge: str, file: ExactFile, trace: Trace, stretch: Stretch, found: Any)
     where = numpy.unravel_index(int(gap.argmax()), gap.shape)
     size = float(gap.max() / magnitude) if magnitude else numpy.inf
     details = f"{found[where]:.9g}, not {expected[where]:.9g}, {int((gap > allowed).sum())} of {gap.size}"
-    rules = [rule for rule in rules_for(judge, stretch.ops) if size <= rule.relative]
+    step = _source_step(trace, stretch)
+    rules = [
+        rule
+        for rule in rules_for(judge, stretch.ops, file.graph)
+        if size <= rule.relative or gap.max() <= rule.source_steps * step + allowed
+    ]
     return Difference(judge, stretch.end, stretch.ops, size, rules[0].why if rules else "", details)
 
 
-def _at_site(judge: str, trace: Trace, stretch: Stretch, found: Any, magnitude: float) -> Difference | None:
+def _at_site(
+    judge: str, file: ExactFile, trace: Trace, stretch: Stretch, found: Any, magnitude: float
+) -> Difference | None:
     grid, position = trace.grids[stretch.end], trace.positions[stretch.end]
     position = position[tuple(slice(0, size) for size in found.shape)]
     if position.shape != found.shape:
@@ -72,5 +79,13 @@ def _at_site(judge: str, trace: Trace, stretch: Stretch, found: Any, magnitude: 
     where = numpy.unravel_index(int(gap.argmax()), gap.shape)
     details = f"code {int(found[where])}, not {position[where]:.6f}, {int((gap > 0).sum())} of {gap.size}"
     size = float(gap.max())
-    rules = [rule for rule in rules_for(judge, stretch.ops) if size <= rule.steps]
+    step = _source_step(trace, stretch) / float(numpy.min(grid.scale))
+    rules = [
+        rule for rule in rules_for(judge, stretch.ops, file.graph) if size <= max(rule.steps, rule.source_steps * step)
+    ]
     return Difference(judge, stretch.end, stretch.ops, size, rules[0].why if rules else "", details)
+
+
+def _source_step(trace: Trace, stretch: Stretch) -> float:
+    """The largest step of the grids that a stretch begins with."""
+    return max((float(numpy.max(trace.grids[site].scale)) for site in stretch.sources), default=0.0)

@@ -45,6 +45,7 @@ class Stretch:
 
     end: str
     ops: frozenset[str]
+    sources: frozenset[str]
     nodes: tuple[Any, ...] = field(repr=False)
 
 
@@ -65,9 +66,6 @@ class ExactFile:
         nodes = [node for node in self.graph.nodes if node.op_type == QUANTIZE]
         self.sites = [node.output[0] for node in nodes if not self.graph.is_weight(node.input[0])]
         self.outputs = [value.name for value in model.graph.output]
-        self.ops = {node.op_type for node in self.graph.nodes}
-        types = (self.graph.type_of(self.graph.producer[site].input[2]) for site in self.sites)
-        self.bits = {int(name.lstrip("uint")) for name in types}
         self._model = _in_double(model)
 
     def run(self, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Trace:
@@ -90,14 +88,19 @@ class ExactFile:
 
     def _stretch(self, end: str, value: str) -> Stretch:
         found: dict[str, Any] = {}
+        sources = set[str]()
         waiting = [value]
         while waiting:
             node = self.graph.producer.get(waiting.pop())
-            if node is None or node.output[0] in found or node.output[0] in self.sites:
+            if node is None or node.output[0] in found:
+                continue
+            if node.output[0] in self.sites:
+                sources.add(node.output[0])
                 continue
             found[node.output[0]] = node
             waiting += [name for name in node.input if name]
-        return Stretch(end, frozenset(node.op_type for node in found.values()), tuple(found.values()))
+        ops = frozenset(node.op_type for node in found.values())
+        return Stretch(end, ops, frozenset(sources), tuple(found.values()))
 
     def magnitude(self, stretch: Stretch, trace: Trace) -> float:
         """The largest number that is added up in a stretch, which a float sum's error is relative to."""
@@ -111,7 +114,9 @@ class ExactFile:
             return max(largest, default=0.0)
         weight = numpy.abs(values[1])
         sums = [weight.sum(tuple(a for a in range(weight.ndim) if a != axis)).max(initial=0.0) for axis in (0, -1)]
-        sums += [weight.sum(tuple(range(2, weight.ndim)) or None).max(initial=0.0) * weight.shape[0]] * (weight.ndim > 2)
+        sums += [weight.sum(tuple(range(2, weight.ndim)) or None).max(initial=0.0) * weight.shape[0]] * (
+            weight.ndim > 2
+        )
         return max(*largest, largest[0] * float(max(sums)))
 
 
@@ -148,7 +153,9 @@ class ConvTranspose(Conv):
 
 
 class DequantizeLinear(OpRun):
-    def _run(self, x: Any, scale: Any, zero_point: Any = None, axis: int = 1, block_size: int = 0, **_: Any) -> tuple[Any]:  # type: ignore[override]
+    def _run(
+        self, x: Any, scale: Any, zero_point: Any = None, axis: int = 1, block_size: int = 0, **_: Any
+    ) -> tuple[Any]:  # type: ignore[override]
         x = x.astype(numpy.float64)
         zero = 0.0 if zero_point is None else _along(x, zero_point.astype(numpy.float64), axis, block_size)
         return ((x - zero) * _along(x, scale.astype(numpy.float64), axis, block_size),)
@@ -171,12 +178,12 @@ class _Rounding(OpRun):
         self.trace.positions[site], self.trace.grids[site] = position, grid
         codes = grid.codes(numpy.nan_to_num(position))
         known = self.given.get(site)
-        if known is not None and _fits(known.shape, codes.shape):
+        if known is not None and fits(known.shape, codes.shape):
             codes[tuple(slice(0, size) for size in known.shape)] = known
         return (codes,)
 
 
-def _fits(known: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def fits(known: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether the shapes are the same, but for channels that a layout added after the others."""
     is_same = [a == b for a, b in zip(known, shape, strict=False)]
     return len(known) == len(shape) and all(is_same[:1] + is_same[2:]) and known[1:2] <= shape[1:2]

@@ -1,15 +1,25 @@
 """Why a runtime may differ from a file's definition: one row for each reason. A difference without a row is a fault.
 
-The definition is the file in float64. Steps are those of the grid of the site that differs; between sites and at outputs
-an error is relative to the largest number that was added up (`ExactFile.magnitude`).
+The definition is the file in float64. Steps are those of the grid of the site that differs; at outputs an
+error is relative to the largest number that was added up (`ExactFile.magnitude`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+
+from sparsebit.deploy.onnx_graph.qdq_graph import Graph
+from tests.differential.patterns import (
+    has_16_bits,
+    has_clipped_norm,
+    has_counted_padding,
+    has_float_bias,
+    has_quantized_maximum,
+    has_strided_padding,
+)
 
 # Runtimes add up float32 products in their own order: some units in the last place of the largest partial sum.
 FLOAT_ERROR = 4e-6
@@ -19,13 +29,19 @@ POSITION_ERROR = 1e-6
 
 @dataclass(frozen=True)
 class Rule:
-    """`judge` differs by up to `steps` at a site, or `relative` at an output, after one of the operators `ops`."""
+    """`judge` differs after one of the operators `ops`, in files that are `where`.
+
+    By up to `steps` of the site's grid, or `source_steps` of the grids of the sites before it, or, at an output,
+    `relative` to the largest number that was added up.
+    """
 
     judge: str
     ops: frozenset[str]
     why: str
     steps: float = 0.0
+    source_steps: float = 0.0
     relative: float = 0.0
+    where: Callable[[Graph], bool] = lambda graph: True
 
 
 @dataclass(frozen=True)
@@ -39,12 +55,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Unfit:
-    """`judge` is not asked about files with sites of so many bits, or with all of the operators `ops`."""
+    """`judge` is not asked about files that are `where`: it computes something else (`their_faults.py`)."""
 
     judge: str
+    where: Callable[[Graph], bool]
     why: str
-    bits: int = 0
-    ops: frozenset[str] = frozenset()
 
 
 RULES: tuple[Rule, ...] = (
@@ -58,7 +73,16 @@ RULES: tuple[Rule, ...] = (
         "openvino",
         frozenset({"Add"}),
         "a convolution with a sum fused into it does not round before the sum",
-        steps=1.0,
+        source_steps=0.5,
+    ),
+    Rule("openvino", frozenset({"Clip"}), "it clips the codes, at whole numbers", source_steps=0.5),
+    Rule(
+        "onnxruntime",
+        frozenset({"Conv", "Gemm"}),
+        "it rounds a float bias to int32, with the scale of the input times that of the weight",
+        steps=0.05,
+        relative=1e-4,
+        where=has_float_bias,
     ),
 )
 REFUSALS: tuple[Refusal, ...] = (
@@ -70,29 +94,34 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "onnxruntime",
         r"Type 'tensor\(u?int[24]\)' of input parameter .* of operator \(QLinear",
-        "it fuses 2- and 4-bit weights into kernels that take 8 bits; with these weights and quantized activations only "
-        "files for `virtual` exist, and their export warns",
+        "it fuses 2- and 4-bit weights into kernels that take 8 bits; with these weights and quantized activations "
+        "only files for `virtual` exist, and their export warns",
     ),
     Refusal("openvino", "Unsupported data type U?INT2", "it has no 2-bit integers"),
     Refusal("openvino", r"Unsupported padding mode: \[wrap\]", "it has no circular padding"),
+    Refusal("openvino", "Kernel after dilation has size", "it takes no window that is larger than its input"),
+    Refusal("openvino", "No suitable implementations", "it has no kernel for some linear layers with one input"),
     Refusal("openvino", "Layout rank can't be larger than tensor rank", "two linear layers with one output each"),
     Refusal("reference", "cannot reshape array of size", "its transposed convolution has no groups"),
+    Refusal("reference", "could not broadcast input array", "its transposed convolution takes other strides per axis"),
 )
 UNFIT: tuple[Unfit, ...] = (
-    Unfit("openvino", "it removes Q/DQ pairs of 16 bits: nothing is rounded or clipped there", bits=16),
+    Unfit("openvino", has_16_bits, "it removes Q/DQ pairs of 16 bits: nothing is rounded or clipped there"),
+    Unfit("openvino", has_strided_padding, "it drops the padding of a 1x1 convolution with a stride"),
+    Unfit("openvino", has_counted_padding, "it pads the codes of a quantized average with 0"),
+    Unfit("openvino", has_quantized_maximum, "it rounds a maximum or minimum to whole numbers before it quantizes it"),
+    Unfit("openvino", has_clipped_norm, "it fuses a Clip and a quantizer into a norm, and computes something else"),
 )
 
 
-def rules_for(judge: str, ops: Iterable[str]) -> list[Rule]:
+def rules_for(judge: str, ops: Iterable[str], graph: Graph) -> list[Rule]:
     found = set(ops)
-    return [rule for rule in RULES if rule.judge == judge and (not rule.ops or rule.ops & found)]
+    return [rule for rule in RULES if rule.judge == judge and rule.ops & found and rule.where(graph)]
 
 
 def refusal_of(judge: str, message: str) -> Refusal | None:
     return next((one for one in REFUSALS if one.judge == judge and re.search(one.message, message, re.DOTALL)), None)
 
 
-def unfit_for(judge: str, bits: Iterable[int], ops: Iterable[str]) -> Unfit | None:
-    known, found = set(bits), set(ops)
-    rows = (one for one in UNFIT if one.judge == judge)
-    return next((one for one in rows if one.bits in known or (one.ops and one.ops <= found)), None)
+def unfit_for(judge: str, graph: Graph) -> Unfit | None:
+    return next((one for one in UNFIT if one.judge == judge and one.where(graph)), None)

@@ -47,5 +47,9 @@ def _smaller_numbers(root: ModuleClass) -> Iterator[ModuleClass]:
                 for smaller in sorted({1, int(match[0]) // 2} - {0, int(match[0])}):
                     changed = f"{text[: match.start()]}{smaller}{text[match.end() :]}"
                     members = (*statement.members[:line], changed, *statement.members[line + 1 :])
-                    statements = (*root.statements[:index], replace(statement, members=members), *root.statements[index + 1 :])
+                    statements = (
+                        *root.statements[:index],
+                        replace(statement, members=members),
+                        *root.statements[index + 1 :],
+                    )
                     yield replace(root, statements=statements)

@@ -16,6 +16,7 @@ PAGES = {
     "architectures": ("zoo", "zoo export", "sparse zoo"),
     "calibration": ("calibration time", "calibration memory", "calibration search"),
     "files": ("deploy onnxruntime", "deploy openvino"),
+    "onnx-input": ("onnx in", "onnx in opsets", "onnx in files"),
     "placement": ("placement limits",),
     "training": ("qat summary", "qat accuracy", "qat step", "qat ablation", "fake quant gpu", "fake quant cpu"),
 }
@@ -291,3 +292,20 @@ def test_bounds_of_a_placement(tmp_path: Path) -> None:
     for size in (96, 224):  # 0.1 GMAC at 50 GMAC/s: 2 of 10 ms
         assert f"| net | {size} | 0.60 | 0.40 | 0.10 | 0.05 | 0.05 | 0.50 | 0.40 |" in page
     assert "The best rate is 50 GMAC/s." in page
+
+
+def test_files_as_models(tmp_path: Path) -> None:
+    loaded = {"benchmark": "onnx_in", "model": "timm/resnet18", "ok": True, "difference": 2e-7}
+    loaded |= {"layers": 21, "layers_loaded": 21, "same_names": 20}
+    far = {**loaded, "model": "timm/far", "difference": 2e-3}
+    failed = {"benchmark": "onnx_in", "model": "timm/other", "ok": False, "error": "node 'a' (Foo)"}
+    step = {"benchmark": "onnx_in_opsets", "model": "resnet20", "ok": True}
+    opset = {**step, "step": "load 11", "difference": 3.6e-7, "layers": 20, "same_names": 20}
+    broken = {**step, "ok": False, "step": "load 13", "error": "no exporter"}
+    file = {**step, "step": "opset 11", "loss": -0.2, "sqnr_db": 30.81}
+    timed = {**step, "step": "time opset 11", "cpu_ratio": 0.377}
+    page = render(tmp_path, loaded, far, failed, opset, broken, file, timed)
+    assert "1 of 3 architectures load; the largest difference is 2e-07. 20 of 21 convolutions" in page
+    assert "| timm/other | `node 'a' (Foo)` |" in page and "| timm/far |" in page
+    assert "| resnet20 | 11 | 4e-07 | 20 of 20 |" in page and "| `no exporter` |" in page
+    assert "| resnet20 | Sparsebit, from the file of opset 11 | -0.20 | 30.8 dB | 0.38 |" in page

@@ -11,6 +11,7 @@ from sparsebit.cli.outputs.output import Output, facts_table, kilobytes, table
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import AuditOptions
 from sparsebit.deploy.audit.audit_file import audit as run_audit
+from sparsebit.deploy.runtimes import owner_of
 from sparsebit.quantization.recording import file_record
 from sparsebit.records.audit import Audit, LayerRun
 from sparsebit.report.read_record import run_of_record
@@ -21,7 +22,7 @@ _NAMES_SHOWN = 3
 
 def audit(asked: AuditOptions, out: Output, recorded: Recording) -> None:
     """Run the audit and report."""
-    file, runtime, threads = asked.file, asked.runtime, asked.threads
+    file, runtime, threads = asked.file, owner_of(asked.file) or asked.runtime, asked.threads
     out.remark(f"auditing {file} in {runtime}, {threads} thread{'s' if threads > 1 else ''}")
     recorded.expect_file(file)
     if asked.html is not None:

@@ -77,8 +77,8 @@ def need_backend(target: str) -> None:
     allowed = [name for name in BACKENDS if PROFILES[name].ending == ".onnx"]
     if target in BACKENDS and target not in allowed:
         raise ConfigError(
-            f"target={target!r}: compress tries many files, which are ONNX files, and those of {target} take a "
-            f"compiler; allowed: {', '.join(allowed)}. sparsebit.quantize(model, data, {target!r}) makes one {target} file"
+            f"target={target!r}: compress tries many ONNX files, and files for {target} need its compiler; "
+            f"allowed: {', '.join(allowed)}. sparsebit.quantize(model, data, {target!r}) makes one {target} file"
         )
     if target not in BACKENDS:
         near = nearest(target, BACKENDS)

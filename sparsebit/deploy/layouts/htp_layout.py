@@ -52,12 +52,12 @@ def _grid(value: ir.Value | None) -> ir.Node | None:
 
 
 def _add_pair(model: ir.Model, value: ir.Value, grid: ir.Node) -> None:
-    """Q and DQ behind a moved value, unless all its readers quantize it. They change nothing."""
+    """Add Q and DQ after a moved value, unless all its readers quantize it. Its numbers are on the grid already."""
     readers = [(reader, place) for reader, place in value.uses() if reader.op_type != QUANTIZE]
     if not readers and not value.is_graph_output():
         return
     codes_before, *parameters = grid.inputs
-    assert codes_before is not None and value.name is not None
+    assert codes_before is not None and codes_before.dtype is not None and value.name is not None
     note = {key: text for key, text in grid.metadata_props.items() if key == BITS_KEY}
     quantize = ir.node(QUANTIZE, [value, *parameters], name=f"{value.name}/moved/q", metadata_props=note)
     dequantize = ir.node(
@@ -147,7 +147,7 @@ def _store_table(model: ir.Model, gather: ir.Node) -> None:
 
 
 def _dequantized(node: ir.Node) -> Any:
-    """The numbers that a DequantizeLinear of a stored tensor computes; None if it computes them of another value."""
+    """The result of a DequantizeLinear of a stored tensor; None if its input is computed, or has blocks."""
     codes, scale = stored(node.inputs[0]), stored(node.inputs[1])
     if codes is None or scale is None or "block_size" in node.attributes:
         return None

@@ -1,8 +1,11 @@
-"""Rewrites global average pools into the form for which runtimes have an integer kernel.
+"""Rewrites average pools into the form for which runtimes have an integer kernel that is right.
 
 torch exports `AdaptiveAvgPool2d(1)` and `x.mean((2, 3))` as ReduceMean, which ONNX Runtime executes in float, with a
 change of the memory layout before it. GlobalAveragePool is the same mean; quantization can be moved through a Squeeze
 after it.
+
+Without padding, `count_include_pad` means nothing, and torch sets it. ONNX Runtime's integer kernel (1.31) then divides by
+the whole window where `ceil_mode` lets it reach over the edge, so it is set to 0.
 """
 
 from __future__ import annotations
@@ -12,8 +15,13 @@ from sparsebit.deploy.onnx_graph.packages import ir, numpy
 
 
 def lay_out_pools(model: ir.Model) -> None:
-    """ReduceMean over height and width -> GlobalAveragePool, and Squeeze if the dimensions are dropped; in place."""
+    """ReduceMean over height and width -> GlobalAveragePool, and Squeeze if the dimensions are dropped; in place.
+
+    AveragePool without padding: no `count_include_pad`.
+    """
     for node in list(model.graph):
+        if node.op_type == "AveragePool" and not ("pads" in node.attributes and any(node.attributes["pads"].as_ints())):
+            node.attributes.pop("count_include_pad", None)
         x = node.inputs[0] if node.op_type == "ReduceMean" else None
         if x is None or x.shape is None or len(x.shape) != 4 or sorted(axis % 4 for axis in _axes(node)) != [2, 3]:
             continue

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 (the import defines the operators)
 from torch.export import ExportedProgram
 
 from sparsebit.deploy.exporting.export_errors import hides_interrupt
@@ -47,6 +48,7 @@ def write_tflite(program: ExportedProgram, facts: ProgramFacts, path: Path) -> N
     """Convert the program and write it; its facts are an entry of the file's metadata."""
     module: Any = program.module()
     _quantize_stored(module)
+    _check_joins(module)
     args, _ = program.example_inputs or ((), {})
     with quiet_conversion() as read:
         import litert_torch
@@ -84,6 +86,20 @@ def _quantize_stored(module: fx.GraphModule) -> None:
             node.replace_input_with(codes, module.graph.call_function(quantize, (floats, *node.args[1:])))
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _check_joins(module: fx.GraphModule) -> None:
+    """Raise for a concat of several grids: the converter reads all inputs on the grid of one, about 20 dB off."""
+    for node in module.graph.nodes:
+        if node.target is not torch.ops.aten.cat.default:
+            continue
+        joined = {one.args[1:] for one in node.args[0] if one.target is _OPS.dequantize_per_tensor.default}
+        results = {user.args[1:] for user in node.users if user.target is _OPS.quantize_per_tensor.default}
+        if joined and len(joined | results) > 1:
+            raise DeploymentError(
+                f"{node.name}: a concat of tensors with different scales, which litert-torch computes wrongly; keep "
+                "the layers before it in float (SPECIFIC, QUANTIZER.DISABLE), or use BACKEND: executorch or onnxruntime"
+            )
 
 
 def _stored(module: fx.GraphModule, node: fx.Node) -> Any:

@@ -118,6 +118,8 @@ def _arithmetic(node: fx.Node, refused: dict[str, str] | None) -> tuple[Arithmet
         return "weight-only" if weight_only else "float", cause
     tensors = [source for source in node.all_input_nodes if not _is_constant(source)]
     reads = bool(tensors) and all(map(_is_dequantized, tensors))
+    if op == "constant_pad_nd" and reads:
+        return "integer", ""
     readers = list(node.users)
     while len(readers) == 1 and _op(readers[0]) in ("relu", "hardtanh", "clamp"):
         readers = list(readers[0].users)
@@ -165,6 +167,9 @@ def _is_conversion(node: fx.Node) -> bool:
 
 
 def _is_dequantized(node: fx.Node) -> bool:
+    """Also after a padding, which XNNPACK's compiler quantizes on the same grid."""
+    if _op(node) == "constant_pad_nd":
+        node = node.all_input_nodes[0]
     return _op(node).startswith("dequantize")
 
 

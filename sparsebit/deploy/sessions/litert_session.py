@@ -15,6 +15,7 @@ from sparsebit.deploy.sessions.session import File
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 _IDENTIFIER = b"TFL3"
+_MODEL = "QuantModel_"  # in the names of values that a layer of the model computes or stores
 
 
 class LiteRtSession(ProgramSession):
@@ -28,11 +29,10 @@ class LiteRtSession(ProgramSession):
         # The interpreter reads a damaged file beyond its end.
         if data[4:8] != _IDENTIFIER:
             raise DeploymentError(f"{name} does not load in LiteRT: it is not a .tflite file")
+        module = _interpreter_module()
         try:
             with native_output_read():
-                self.interpreter = _interpreter_module().Interpreter(
-                    model_content=data, num_threads=num_threads or None
-                )
+                self.interpreter = module.Interpreter(model_content=data, num_threads=num_threads or None)
                 self.interpreter.allocate_tensors()
                 self.runner = self.interpreter.get_signature_runner()
         except (RuntimeError, ValueError) as error:
@@ -62,7 +62,7 @@ class LiteRtSession(ProgramSession):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a file. `name`: that of its result; `is_integer`: it reads and writes integers."""
+    """One operator of a file. `name`: that of a value of its layer; `is_integer`: it reads and writes integers."""
 
     op: str
     name: str
@@ -86,7 +86,10 @@ def operators(data: bytes) -> list[Operator]:
         is_integer = bool(kinds) and all(kind in ("int8", "int16") for kind in kinds)
         last = outputs[0] if outputs else {"name": "", "shape": ()}
         shape = tuple(int(size) for size in last["shape"])
-        found.append(Operator(one["op_name"], last["name"], shape, is_integer, "int8" in kinds[:2]))
+        # The result of the last layer is called like the output; its weight and its bias are called like the layer.
+        names = [last["name"], *(tensor["name"] for tensor in inputs[1:])]
+        name = next((one for one in names if _MODEL in one), last["name"])
+        found.append(Operator(one["op_name"], name, shape, is_integer, "int8" in kinds[:2]))
     return found
 
 

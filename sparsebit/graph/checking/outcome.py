@@ -244,6 +244,16 @@ class Randomness:
             torch.cuda.set_rng_state_all(cuda)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators on the CPU and, if it is in use, on the GPU.
+
+    `torch.manual_seed` formats the stack for a GPU that is first used later, and seeds it, which nothing could undo.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextlib.contextmanager
 def undisturbed_randomness(state: Randomness | None = None) -> Iterator[None]:
     """Inside, random generators start from `state` (default: the current one); afterwards they are as before."""

@@ -80,7 +80,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
         A guard that fails is such an error, and is expected.
         """
         if self.__dict__.get("_is_rewritten", False):
-            type(self).forward = _compile_and_run  # type: ignore[method-assign]
+            type(self).forward = _compile_and_run
             return None
         code = super().recompile()
         if "__call__" in vars(type(self)):

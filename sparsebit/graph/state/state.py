@@ -14,7 +14,6 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import functools
 import random
 import sys
 import types
@@ -138,7 +137,7 @@ def tensors_inside(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors that a value holds. Unlike `tensors_of` it creates no objects, so the value may be anything."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif value is None or isinstance(value, (bool, int, float, str)) or _is_constant(type(value)):
+    elif value is None or isinstance(value, (bool, int, float, str)) or _is_constant(value):
         return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
         for field in dataclasses.fields(value):
@@ -217,7 +216,7 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), _version(value)
     # By identity: modules have a state of their own, code cannot change, and objects in `seen` may contain each other.
-    if isinstance(value, _WHOLE) or id(value) in seen or depth > _MAX_DEPTH or _is_constant(type(value)):
+    if isinstance(value, _WHOLE) or id(value) in seen or depth > _MAX_DEPTH or _is_constant(value):
         return "object", id(value)
     if isinstance(value, (tuple, frozenset)):
         return "value", type(value), tuple(_fingerprint(item, undo, seen, depth + 1) for item in value)
@@ -232,10 +231,10 @@ def _fingerprint(value: Any, undo: Undo, seen: set[int], depth: int) -> Any:
     return "object", id(value), _inside(value, undo, seen, depth)
 
 
-@functools.cache
-def _is_constant(kind: Any) -> bool:
-    """Whether it is a frozen class of Sparsebit, as configs and number formats are: each quantizer holds several."""
-    if not kind.__module__.startswith("sparsebit."):
+def _is_constant(value: Any) -> bool:
+    """Whether its class is a frozen one of Sparsebit: configs, number formats. Each quantizer holds several."""
+    kind: Any = type(value)
+    if not str(kind.__module__).startswith("sparsebit."):
         return False
     parameters = getattr(kind, "__dataclass_params__", None)
     return bool(getattr(kind, "model_config", {}).get("frozen") if parameters is None else parameters.frozen)

@@ -28,8 +28,12 @@ from sparsebit.graph.state.training_flag import TrainingFlag
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package
 _STDLIB, _SITE = (sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
-# Packages that torch imports: 800 modules, which contain no code of models.
-_NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})
+# Code of no model, thousands of modules: what torch, exporters, runtimes, test runners and command lines are made of.
+_OF_NO_MODEL = frozenset({
+    "sympy", "mpmath", "networkx", "jinja2", "fsspec", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "openvino",
+    "triton", "ml_dtypes", "scipy", "sklearn", "joblib", "narwhals", "_pytest", "pytest", "pluggy", "hypothesis",
+    "playwright", "pydantic", "rich", "pygments", "typer", "click", "yaml", "huggingface_hub", "tokenizers",
+})  # fmt: skip
 _MISSING = object()
 _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -40,7 +44,12 @@ def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     replacements = _replacements(tracer)
     _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
-    given = [(space, {k: v for k, v in replacements.items() if k not in space}) for space in spaces]
+    given = [
+        (space, replacements)
+        if space.keys().isdisjoint(replacements)  # nearly all, and thousands in a large program
+        else (space, {k: v for k, v in replacements.items() if k not in space})
+        for space in spaces
+    ]
     is_tensor = torch.is_tensor
     try:
         for space, names in given:
@@ -74,7 +83,7 @@ def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
-    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
+    if type(space) is not dict or str(space.get("__name__")).partition(".")[0] in _OF_NO_MODEL:
         return False
     file = space.get("__file__")
     return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"

@@ -33,7 +33,7 @@ from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
 from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
-from sparsebit.deploy.layouts.openvino_pads import lay_out_pads_for_openvino
+from sparsebit.deploy.layouts.openvino_layout import lay_out_for_openvino
 from sparsebit.deploy.layouts.pad_layout import lay_out_pads
 from sparsebit.deploy.layouts.pool_layout import lay_out_pools
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
@@ -189,7 +189,7 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
         if pads_channels:
             lay_out_channels(model)
     if profile.executes == "openvino":
-        lay_out_pads_for_openvino(model)
+        lay_out_for_openvino(model)
     if profile.bias == "float":
         keep_float_biases(model)
     if opset < LOWEST_WRITTEN:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
 from sparsebit.sparse.channels.labels import FREE, Axes, LabelSets, is_free
 from sparsebit.sparse.channels.layer_ops import layer_rule
 from sparsebit.sparse.channels.moving_ops import EXPANSIONS, JOINS, MOVES, joined, moved
@@ -121,7 +122,7 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
 
     def result(arguments: tuple[tuple[Any, ...], dict[str, Any]], kept: Tensor) -> Tensor:
         # Both runs draw the same random numbers. NaN differs from itself, so it is replaced.
-        torch.manual_seed(0)
+        seed_generators(0)
         found = tensor_leaves(call.op(*arguments[0], **arguments[1]))[place]
         return found.index_select(dim, kept).nan_to_num()
 
@@ -130,7 +131,7 @@ def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:
         given = call.args, call.kwargs
         other = pytree.tree_map(lambda leaf, changed=changed: changed.get(id(leaf), leaf), given)
         try:
-            with torch.random.fork_rng(devices=[]):
+            with undisturbed_randomness():
                 if not torch.equal(result(given, kept), result(other, kept)):
                     return False
         except (RuntimeError, IndexError):

@@ -87,8 +87,10 @@ def forked(function: FunctionType) -> ForkedFunction | None:
 def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The source of a function without its decorators; None where it cannot be read."""
     code = function.__code__
+    # Without what it wraps. `inspect` would look through all modules for the source of the code alone.
+    plain = FunctionType(code, function.__globals__, closure=function.__closure__)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0] if tree.body else None

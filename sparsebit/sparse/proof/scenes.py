@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
+from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.sparse.channels.returned import results_of
@@ -195,11 +196,7 @@ _RANDOM = frozenset((
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
     """Draws from random generators are the same in every run; afterwards the generators continue as if unused."""
-    state = random.getstate()
-    random.seed(0)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            yield
-    finally:
-        random.setstate(state)
+    with undisturbed_randomness():
+        random.seed(0)
+        seed_generators(0)
+        yield

@@ -62,7 +62,9 @@ def test_every_op_is_between_integers(model: type[nn.Module], bits: int, tmp_pat
         if node.op_type == "Relu" or "MatMul" in read:
             continue  # with the layer before it
         assert read <= {"DequantizeLinear"}, f"{node.op_type} reads {read}"
-        given = node.input[:2] if node.op_type == "Conv" else node.input  # the runtime stores the layer's bias
+        given = (
+            node.input[:2] if node.op_type in ("Conv", "Gemm") else node.input
+        )  # the runtime stores the layer's bias
         floats = [name for name in given if kinds.get(name) == onnx.TensorProto.FLOAT]
         assert not floats, f"{node.op_type} reads the floats {floats}"
     assert {node.op_type for node in nodes} >= ({"Gather", "LayerNormalization"} if model is Block else {"Conv"})

@@ -56,3 +56,12 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+@pytest.mark.parametrize("pool", [nn.AvgPool2d(2, ceil_mode=True), nn.AvgPool2d((3, 2), 2, ceil_mode=True)], ids=str)
+def test_an_average_that_reaches_over_the_edge(pool: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 2), pool)  # on 7x7
+    parity = calibrated(model, [X], qconfig(backend="onnxruntime")).export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.worst.sqnr_db > 40
+    assert optimized_ops(tmp_path / "m.onnx", tmp_path)["QLinearAveragePool"] == 1

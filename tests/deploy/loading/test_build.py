@@ -112,9 +112,15 @@ def test_in_training_mode_norms_learn_their_statistics(tmp_path: Path) -> None:
         ([node("Dropout", "x", "z m"), node("Relu", "m", "y")], {}, "m|bool"),
         ([node("ReduceSum", "x x")], {}, "x|axes"),
         ([node("Resize", "x", mode="nearest")], {}, "Resize"),
+        ([node("Shape", "x", "s"), node("ReduceLogSumExp", "s")], {}, "on torch.int64|does not load"),
+        (
+            [node("Slice", "x a b c d", "s"), node("Relu", "s")],
+            {"a": torch.tensor([2]), "b": torch.tensor([0]), "c": torch.tensor([1]), "d": torch.tensor([-1])},
+            "leaves open",
+        ),
     ],
-    ids=["dropout", "mask", "axes", "resize"],
+    ids=["dropout", "mask", "axes", "resize", "integers", "backwards"],
 )
 def test_nodes_without_a_rule(nodes: list[Any], constants: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match=message):
-        loaded(made(nodes, constants, shape=[1, 2, 4]), tmp_path)
+        loaded(made(nodes, constants, shape=[1, "t", 4]), tmp_path)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
-from sparsebit.graph.checking.outcome import Snapshot, cloned, outcome_of, state_kept, with_gradients
+from sparsebit.graph.checking.outcome import Snapshot, cloned, outcome_of, seed_generators, state_kept, with_gradients
 
 
 class Writes(nn.Module):
@@ -101,3 +101,16 @@ def test_a_snapshot_copies_parameters_only_where_code_writes_into_them() -> None
         snapshot.restore()
         torch.testing.assert_close(layer.weight, weight)
         assert not layer.table.any()
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_gpu_is_seeded_only_where_it_is_in_use(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    drawn = []
+    for _ in range(2):
+        seed_generators(3)
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn) and seeded == [3, 3] * in_use

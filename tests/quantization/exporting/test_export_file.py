@@ -11,6 +11,7 @@ from torch import nn
 
 from sparsebit.deploy.comparing.parity import Tolerance
 from sparsebit.deploy.programs.targets import TARGETS
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.quantization import QuantModel
@@ -98,7 +99,7 @@ def _with(target: Any, **changes: Any) -> Any:
 # --- in the runtimes themselves
 
 
-@pytest.fixture(params=sorted(TARGETS))
+@pytest.fixture(params=sorted(name for name in TARGETS if PROFILES[name].executes))
 def target(request: pytest.FixtureRequest) -> Any:
     found = TARGETS[request.param]
     for module in found.modules:

@@ -186,3 +186,26 @@ def test_aot_inductor_packages_it(tmp_path: Path) -> None:
         qmodel.export_program(call), package_path=str(tmp_path / "model.pt2")
     )
     same(torch._inductor.aoti_load_package(package)(*call), qmodel(*call))
+
+
+class Joined(nn.Module):
+    """A concat of two quantized parts, and a reshape in front of a quantizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.linear = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([F.relu(self.first(x)), self.second(x)], 1)
+        return self.linear(joined.mean((2, 3), keepdim=True).expand(-1, -1, 6, 6).flatten(1))
+
+
+@torch.no_grad()
+def test_pairs_around_a_concat_and_in_front_of_a_reshape_change_no_number() -> None:
+    qmodel = calibrated(Joined().eval(), [IMAGES], qconfig(backend="openvino"))
+    plain, paired = (qmodel.export_program(IMAGES, pairs_around_moves=on) for on in (False, True))
+    assert torch.equal(plain.module()(IMAGES), paired.module()(IMAGES))
+    (cat,) = paired.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert all("quantize_per_tensor" in str(user.target) for user in cat.users)
+    flat = next(node for node in paired.graph.nodes if "flatten" in str(node.target))
+    assert "dequantize_per_tensor" in str(flat.args[0].target)

@@ -28,9 +28,14 @@ _REDUCTIONS: dict[str, Callable[[Call, Value, list[int], bool], Value]] = {
 }
 
 
+_OF_FLOATS = frozenset({"ReduceMean", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"})
+
+
 @operator(*_REDUCTIONS, "ReduceProd")
 def _reduce(call: Call) -> Value:
     value = call.graph.tensor(call.inputs[0])
+    if call.node.op_type in _OF_FLOATS and not example_of(value).is_floating_point():
+        raise call.refusal(f"on {example_of(value).dtype}, where runtimes round at places of their own, it has no rule")
     given = call.setting("axes", 1, [])
     if not given and call.attribute("noop_with_empty_axes", 0):
         return value
@@ -71,11 +76,11 @@ def _arg(call: Call) -> Value:
 def _top_k(call: Call) -> list[Value]:
     axis = call.axis(call.attribute("axis", -1))
     count = call.graph.sizes(call.inputs[1])[0]
-    # Of equal elements the first is first, which torch.topk does not promise.
-    found = call.emit(torch.sort, call.inputs[0], stable=True, dim=axis, descending=bool(call.attribute("largest", 1)))
-    parts = [call.emit(python.getitem, found, place) for place in range(2)]
-    first = (*[slice(None)] * axis, slice(None, count))
-    return [call.emit(python.getitem, part, first) for part in parts]
+    # Equal elements may change places: torch.sort(stable=True) keeps them in order, but has no ONNX form.
+    found = call.emit(
+        torch.topk, call.inputs[0], count, axis, bool(call.attribute("largest", 1)), bool(call.attribute("sorted", 1))
+    )
+    return list(found) if isinstance(found, tuple) else [call.emit(python.getitem, found, place) for place in range(2)]
 
 
 @operator("CumSum")

@@ -54,7 +54,7 @@ def _flatten(call: Call) -> Value:
 def _squeeze(call: Call) -> Value:
     value = call.inputs[0]
     axes = call.setting("axes", 1)
-    if axes is None:
+    if not axes:
         fixed = [call.fixed_size(axis) for axis in range(call.rank())]
         if None in fixed:  # an axis that is 1 at run time goes too
             return call.emit(torch.squeeze, value)

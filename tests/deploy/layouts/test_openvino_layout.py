@@ -37,6 +37,43 @@ def test_strided_convolutions_of_one_tap(dims: int, padding: int, is_float: bool
     assert parity is not None and parity.worst.sqnr_db > 80
 
 
+class Largest(nn.Module):
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then, self.layer = then, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.amin((2, 3)) if self.then == "amin" else x.amax((2, 3))
+        return self.layer(torch.relu(x) if self.then == "relu" else x * 0.7 if self.then == "mul" else x)
+
+
+@pytest.mark.parametrize("then", ["linear", "relu", "mul", "amin"])
+def test_quantized_maxima(then: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    qmodel = calibrated(Largest(then), [IMAGES], qconfig(backend="openvino"))
+    parity = qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", check=[IMAGES])
+    assert parity is not None and parity.worst.sqnr_db > 80
+
+
+def test_a_maximum_at_the_end(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 3, 3), nn.AdaptiveMaxPool2d(1))
+    parity = calibrated(model, [IMAGES], qconfig(backend="openvino")).export_onnx(
+        IMAGES, tmp_path / "m.onnx", check=[IMAGES]
+    )
+    assert parity is not None and parity.worst.sqnr_db > 80
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
+def test_norms_that_are_clipped(norm: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        norm.weight.uniform_(0.3, 1.7)  # type: ignore[operator]
+    model = nn.Sequential(norm, nn.Hardtanh(-0.7, 0.9), nn.Conv2d(4, 3, 1)).eval()
+    qmodel = calibrated(model, [IMAGES], qconfig(backend="openvino"))
+    parity = qmodel.export_onnx(IMAGES, tmp_path / "m.onnx", check=[IMAGES])
+    assert parity is not None and parity.worst.sqnr_db > 80
+
+
 POOLS = [
     nn.AvgPool2d(3, 2, 1),
     nn.AvgPool2d((3, 2), (2, 3), (1, 1)),

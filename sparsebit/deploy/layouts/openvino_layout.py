@@ -1,33 +1,43 @@
-"""Rewrites two paddings that OpenVINO (2026.4) computes otherwise than ONNX defines them.
+"""Rewrites what OpenVINO (2026.4) computes otherwise than ONNX defines it.
 
 - It moves the stride of a 1x1 convolution before the op in front, without the convolution's padding: the output has
   another shape. A kernel of size 2 with zeros at its end is the same function, and keeps its stride.
 - It pools the codes of a quantized tensor, and pads them with the code 0, which is another number unless it is the zero
   point. A depthwise convolution with equal weights is the same average, and runs in float.
+- It fuses a quantizer into the ReduceMax or ReduceMin before it, and then rounds the float numbers to whole ones first.
+  A value that is read twice is not fused.
+- It fuses a Clip and a quantizer into the norm before them, and then computes something else; the same remedy.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
 from sparsebit.errors import DeploymentError
 
+_NORMS = ("LayerNormalization", "InstanceNormalization", "GroupNormalization")
 
-def lay_out_pads_for_openvino(model: ir.Model) -> None:
-    """Both rewrites, in place."""
+
+def lay_out_for_openvino(model: ir.Model) -> None:
+    """All rewrites, in place."""
     for node in list(model.graph):
         if node.op_type == "Conv" and any(_ints(node, "pads")) and max(_ints(node, "strides"), default=1) > 1:
             _widen(model, node)
         is_counted = node.op_type == "AveragePool" and any(_ints(node, "count_include_pad"))
         if is_counted and any(_ints(node, "pads")) and _has_zero_point(node.inputs[0]):
             _convolve(model, node)
+        if node.op_type in ("ReduceMax", "ReduceMin", "GlobalMaxPool") and node.outputs[0].uses():
+            _read_twice(model, node)
+        if node.op_type == "Clip" and (norm := _norm_before(node)) is not None:
+            _read_twice(model, norm)
 
 
 def _widen(model: ir.Model, conv: ir.Node) -> None:
-    """1x1 -> 2x2 (1 -> 2 in one dimension), with zeros at the end and one row of padding more."""
+    """1x1 -> 2x2 (1 -> 2 in one dimension), with zeros at the end and one more row of padding."""
     weight = conv.inputs[1]
     dequantize = producer(weight, DEQUANTIZE)
     source = weight if dequantize is None else dequantize.inputs[0]
@@ -43,15 +53,15 @@ def _widen(model: ir.Model, conv: ir.Node) -> None:
     zero = stored(dequantize.inputs[2]) if dequantize is not None and len(dequantize.inputs) > 2 else None
     fill = numpy.zeros(1, codes.dtype) if zero is None else numpy.asarray(zero, codes.dtype)
     wide = numpy.broadcast_to(fill.reshape(-1, 1, *[1] * dims), (*codes.shape[:2], *[2] * dims)).copy()
-    wide[(..., *[slice(0, 1)] * dims)] = codes
+    first: Any = (..., *[slice(0, 1)] * dims)
+    wide[first] = codes
     assert source.const_value is not None
     value = stored_once(model, f"{source.name}/wide", wide, source.const_value.dtype)
     if dequantize is None:
         conv.replace_input_with(1, value)
     else:
-        own = ir.node(
-            DEQUANTIZE, [value, *dequantize.inputs[1:]], dequantize.attributes, name=f"{dequantize.name}/wide"
-        )
+        inputs = [value, *dequantize.inputs[1:]]
+        own = ir.node(DEQUANTIZE, inputs, dequantize.attributes, name=f"{dequantize.name}/wide")
         own.metadata_props.update(dequantize.metadata_props)
         become(own.outputs[0], weight, f"{weight.name}/wide").shape = ir.Shape(wide.shape)
         model.graph.insert_before(conv, own)
@@ -72,14 +82,30 @@ def _convolve(model: ir.Model, pool: ir.Node) -> None:
             "ceil_mode it cannot be rewritten; set ceil_mode=False or count_include_pad=False"
         )
     weight = numpy.full((channels, 1, *kernel), 1 / math.prod(kernel), numpy.float32)
-    kept = [
-        pool.attributes[name] for name in ("kernel_shape", "strides", "pads", "dilations") if name in pool.attributes
-    ]
+    names = ("kernel_shape", "strides", "pads", "dilations")
+    kept = [pool.attributes[name] for name in names if name in pool.attributes]
     inputs = [x, stored_once(model, f"{pool.name}/weight", weight)]
     attributes = [*kept, ir.AttrInt64("group", channels)]
     put_instead(
         model, pool, [ir.Node("", "Conv", inputs, attributes, name=pool.name, metadata_props=dict(pool.metadata_props))]
     )
+
+
+def _read_twice(model: ir.Model, node: ir.Node) -> None:
+    value = node.outputs[0]
+    kept = ir.Node("", node.op_type, node.inputs, list(node.attributes.values()), name=node.name)
+    kept.metadata_props.update(node.metadata_props)
+    become(kept.outputs[0], value, f"{value.name}/alone")
+    put_instead(model, node, [kept, ir.node("Max", [kept.outputs[0]] * 2, name=f"{node.name}/twice")])
+
+
+def _norm_before(node: ir.Node) -> ir.Node | None:
+    """The last op of a norm, if only ops of the norm itself are before this node."""
+    last = before = producer(node.inputs[0])
+    while before is not None and before.op_type in (*MOVES, "Mul", "Add"):
+        before = producer(before.inputs[0])
+    is_norm = before is not None and before.op_type in _NORMS
+    return last if is_norm and last is not None and last.op_type != "Max" else None
 
 
 def _has_zero_point(value: ir.Value | None) -> bool:
