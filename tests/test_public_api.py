@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules that these files may import besides: benchmarks of single kernels, and the data of the demo.
 DEVELOPER = {
     "benchmarks/llm_sharding.py": {"sparsebit.llm"},
+    "benchmarks/llm_kv_cache.py": {"sparsebit.llm"},
     "benchmarks/kernel_cuts.py": {"sparsebit.kernels"},
     "benchmarks/effort.py": {"sparsebit.quantization.effort"},
     "benchmarks/llm_finetune.py": {"sparsebit.llm", "sparsebit.numerics"},

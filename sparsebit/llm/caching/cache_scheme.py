@@ -73,7 +73,10 @@ def cache_codes(skeleton: Skeleton, wanted: str) -> dict[int, LayerCodes]:
         return dict.fromkeys(numbers, LayerCodes(RowCodes(kind), RowCodes(kind)))
     names = scale_names(folder)
     if wanted == _OF_FOLDER and not names:
-        log.warning("%s: its config.json asks for a cache of kind %s without scales; it stays float", folder.path, kind)
+        text = (
+            "%s: the cache of keys and values stays float: config.json asks for %s, and the files have no scales for it"
+        )
+        log.warning(text, folder.path, kind)
         return {}
     if stored not in CALIBRATED or not names:
         advice = "quantize it with --kv-cache int8 or fp8, or use int4, which needs no calibration"

@@ -30,7 +30,9 @@ BLOCK = 32
 _LEAST_BLOCK = 8
 _LARGEST_HALF = 65504.0
 _LEVELS = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-_FACTORS = (1.0, 0.9, 1.1)
+# Of the largest number: the candidates for the scale.
+_FACTORS = torch.tensor([[1.0, 0.9, 1.1]]).div(_LEVELS[[0, -1], None]).flatten()
+_TOKENS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -82,35 +84,28 @@ def _float8_by_bits(rows: Tensor) -> Tensor:
 
 
 def _pack_int4(x: Tensor) -> Tensor:
+    if x.shape[-2] > _TOKENS_AT_ONCE:
+        return torch.cat([_pack_int4(part) for part in x.split(_TOKENS_AT_ONCE, -2)], -2)
     width = x.shape[-1]
-    blocks = (x @ _hadamard(width, x.device)).unflatten(-1, (-1, block_of(width)))
+    blocks = (x @ _hadamard(width, x.device)).unflatten(-1, (-1, 1, block_of(width)))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    levels, borders = (values.to(x.device) for values in (_LEVELS, (_LEVELS[1:] + _LEVELS[:-1]) / 2))
-    candidates = [largest / level * factor for level in (levels[0], levels[-1]) for factor in _FACTORS]
-    codes = scales = least = None
-    for candidate in candidates:
-        scale = candidate.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
-        divisor = torch.where(scale == 0, 1.0, scale.float())
-        found = torch.bucketize(blocks / divisor, borders).clamp_(max=len(levels) - 1)  # NaN is beyond all borders
-        error = (levels[found] * scale - blocks).square().sum(-1, keepdim=True)
-        if codes is None or scales is None or least is None:
-            codes, scales, least = found, scale, error
-            continue
-        is_better = error < least
-        codes, scales = torch.where(is_better, found, codes), torch.where(is_better, scale, scales)
-        least = torch.where(is_better, error, least)
-    assert codes is not None and scales is not None
-    flat = codes.to(torch.uint8).flatten(-2)
-    words = flat[..., ::2] | flat[..., 1::2] << 4
-    return torch.cat((words, scales.squeeze(-1).contiguous().view(torch.uint8)), -1)
+    levels, factors = _LEVELS.to(x.device), _FACTORS.to(x.device)
+    scales = (largest * factors[:, None]).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()  # (..., blocks, candidates, 1)
+    divisors = torch.where(scales == 0, 1.0, scales.float())
+    borders = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(blocks / divisors, borders, out_int32=True).clamp_(max=len(levels) - 1)  # NaN: beyond all
+    errors = (levels[codes] * scales - blocks).square().sum(-1, keepdim=True)
+    best = errors.argmin(-2, keepdim=True)
+    chosen = codes.gather(-2, best.expand(*best.shape[:-1], codes.shape[-1])).to(torch.uint8).flatten(-3)
+    scale = scales.gather(-2, best).flatten(-3).contiguous()
+    return torch.cat((chosen[..., ::2] | chosen[..., 1::2] << 4, scale.view(torch.uint8)), -1)
 
 
 def _unpack_int4(rows: Tensor, width: int) -> Tensor:
     values = F.embedding(rows[..., : width // 2].int(), _pairs(rows.device)).flatten(-2)
     scales = rows[..., width // 2 :].contiguous().view(torch.float16).float()
-    return values.unflatten(-1, (-1, block_of(width))).mul_(scales[..., None]).flatten(-2) @ _hadamard(
-        width, rows.device
-    )
+    scaled: Tensor = values.unflatten(-1, (-1, block_of(width))).mul_(scales[..., None]).flatten(-2)
+    return scaled @ _hadamard(width, rows.device)
 
 
 # By width (0: the levels) and device. Not `lru_cache`, which torch.compile warns of.

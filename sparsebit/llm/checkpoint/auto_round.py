@@ -2,7 +2,7 @@
 
 `packing_format` says the layout: `auto_round:auto_gptq` is GPTQ's version 1, `auto_round` and `auto_round:gptqmodel`
 are its version 2, `auto_round:auto_awq` is AWQ's. `extra_config` has other bits or groups for some layers, by name or
-pattern; layers without packed weights are float. What AutoRound writes for llm-compressor is read as a folder of
+pattern; layers without packed weights are float. Folders that it writes for llm-compressor are read as folders of
 compressed-tensors.
 """
 

@@ -72,7 +72,8 @@ def _pack(numbers: Tensor) -> Tensor:
 
 def _unpack(words: Tensor, num_outputs: int) -> Tensor:
     codes = unpack(words.contiguous(), BITS, num_outputs)
-    return codes.unflatten(-1, (-1, len(ORDER)))[..., _PLACES].flatten(-2)
+    found: Tensor = codes.unflatten(-1, (-1, len(ORDER)))[..., _PLACES].flatten(-2)
+    return found
 
 
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
     return found
 
 
-def _layer_format(group: Mapping[str, Any], name: str, *, is_dense: bool) -> LayerFormat:
+def _layer_format(group: Mapping[str, Any], name: str, *, is_dense: bool = False) -> LayerFormat:
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     strategy, kind = weights.get("strategy"), weights.get("type", "int")
     given = {key: weights.get(key) for key in ("num_bits", "strategy", "symmetric")}

@@ -135,7 +135,10 @@ def test_schemes_of_others(source: Path, caplog: pytest.LogCaptureFixture) -> No
     folder = made(source, "float")
     config = json.loads((folder / "config.json").read_text())
     (folder / "checksums.json").unlink()
-    for more, words in (({"dynamic": True}, "only constant scales of 8 bits are read"), ({}, "without scales")):
+    for more, words in (
+        ({"dynamic": True}, "only constant scales of 8 bits are read"),
+        ({}, "the files have no scales for it"),
+    ):
         scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False, **more}
         config["quantization_config"]["kv_cache_scheme"] = scheme
         (folder / "config.json").write_text(json.dumps(config))

@@ -107,8 +107,8 @@ def test_a_gguf_file_of_another_run_is_kept(source: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1, gguf, onnx-genai"):
-        convert(source, source.parent / "x", "awq")
+    with pytest.raises(ConfigError, match="format='exl2': allowed: compressed-tensors, gptq, gptq-v1, awq, gguf"):
+        convert(source, source.parent / "x", "exl2")
     with pytest.raises(ConfigError, match="exists"):
         convert(source, source, "gptq")
     with pytest.raises(ConfigError, match="float model"):
