@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from sparsebit.deploy.comparing.file_model import Feeds
 from sparsebit.deploy.onnx_graph.packages import numpy
-from sparsebit.deploy.sessions.runtime_sessions import Session
+from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 
 _LEAST_RANGE = 1e-2  # of the largest value: the range of nearly equal numbers is that of their roundings

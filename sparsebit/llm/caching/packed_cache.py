@@ -104,7 +104,7 @@ class _Packing:
         return args[self.position] if len(args) > self.position else kwargs.get(_ARGUMENT)
 
 
-def _new_cache(module: nn.Module) -> Any:
+def _new_cache(module: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=module.config)
@@ -136,14 +136,15 @@ def pack_layers(past_key_values: Any, codes: Mapping[int, LayerCodes]) -> None:
 
 def extended(layer: Any, behaviour: type, **more: Any) -> Any:
     """A layer of a cache as it is, its window included, with another `update` in front of that of its class."""
-    kind = _extended_class(behaviour, type(layer))
+    base: Any = type(layer)
+    kind = _extended_class(behaviour, base)
     found = kind.__new__(kind)
     found.__dict__.update(layer.__dict__, **more)
     return found
 
 
 @cache
-def _extended_class(behaviour: type, kind: type) -> type:
+def _extended_class(behaviour: Any, kind: Any) -> Any:
     return type(f"{behaviour.__name__.lstrip('_')}Of{kind.__name__}", (behaviour, kind), {})
 
 
@@ -173,7 +174,8 @@ def _unpacked(codes: RowCodes, rows: Tensor, new: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and new.requires_grad):
         return found
     count = new.shape[-2]
-    return torch.cat((found[..., :-count, :], _Rounded.apply(new, found[..., -count:, :])), -2)
+    rounded = _Rounded.apply(new, found[..., -count:, :])  # type: ignore[no-untyped-call]
+    return torch.cat((found[..., :-count, :], rounded), -2)
 
 
 class _Rounded(torch.autograd.Function):
