@@ -37,7 +37,9 @@ DEVELOPER = {
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/conv_channels.py": {"sparsebit.deploy.sessions.timing"},
     "benchmarks/deploy.py": {"sparsebit.deploy.sessions.timing"},
+    "benchmarks/onnx_in_opsets.py": {"sparsebit.deploy.loading.compare", "sparsebit.deploy.sessions.timing"},
     "benchmarks/placement.py": {"sparsebit.deploy.sessions.timing"},
+    "benchmarks/programs.py": {"sparsebit.deploy", "sparsebit.execution.batches"},
     "benchmarks/placement_limits.py": {
         "sparsebit.deploy.audit.region_times",
         "sparsebit.quantization.placement_search",
@@ -48,6 +50,8 @@ DEVELOPER = {
     "benchmarks/compress_tools.py": {"sparsebit.compress"},
     "benchmarks/report_page.py": {"sparsebit.report"},
     "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.speed"},
+    "examples/ptq_onnx_file.py": {"sparsebit.cli.digits"},
+    "examples/ptq_program.py": {"sparsebit.cli.digits"},
     "examples/qat_accelerate.py": {"sparsebit.cli.digits"},
     "examples/qat_digits.py": {"sparsebit.cli.digits"},
     "examples/qat_lightning.py": {"sparsebit.cli.digits"},

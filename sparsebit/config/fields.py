@@ -166,7 +166,9 @@ def meant(model: Model, path: Names) -> Names | None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that looks most like `name`, whatever its case."""
+    """The name that begins like `name`, else the one that looks most like it, whatever its case."""
     folded = {known.lower(): known for known in names}
+    if begins := [known for known in folded if len(name) > 2 and known.startswith(name.lower())]:
+        return folded[begins[0]]
     close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return folded[close[0]] if close else None

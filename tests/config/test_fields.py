@@ -11,7 +11,7 @@ from sparsebit.config.schema import QuantConfig
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("BACKEND", "virtual, onnxruntime, openvino, tensorrt"),
+        ("BACKEND", "virtual, onnxruntime, openvino, tensorrt, qnn, aot_inductor, executorch, litert, coreml"),
         ("DEVICE", "cpu, cuda, cuda:N"),
         (
             "SCHEDULE",

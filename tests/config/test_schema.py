@@ -66,7 +66,7 @@ class TestKeys:
         [
             (
                 {"BACKEND": "onnx"},
-                "BACKEND='onnx': allowed: virtual, onnxruntime, openvino, tensorrt; did you mean onnxruntime?",
+                f"BACKEND='onnx': allowed: {', '.join(BACKENDS)}; did you mean onnxruntime?",
             ),
             ({"DEVICE": "gpu"}, "DEVICE='gpu': allowed: cpu, cuda, cuda:N"),
             ({"DEVICE": 0}, "DEVICE=0: allowed: cpu, cuda, cuda:N"),
