@@ -149,6 +149,8 @@ def _format(profile: RuntimeProfile) -> str:
 
 
 def _checked_in(profile: RuntimeProfile) -> str:
+    if profile.executes is None and profile.ending != ".onnx":
+        return "not checked: no runtime for it runs on Linux"
     return profile.executes or "onnxruntime, node by node"
 
 
