@@ -236,5 +236,5 @@ PROFILES: dict[str, RuntimeProfile] = {
 
 def owner_of(path: Path) -> str | None:
     """The backend whose programs end like this file; None for an ONNX file, or an ending that none has."""
-    ending = path.suffix.lower()
-    return next((name for name, profile in PROFILES.items() if profile.ending == ending != ".onnx"), None)
+    name = path.name.lower()
+    return next((key for key, one in PROFILES.items() if one.ending != ".onnx" and name.endswith(one.ending)), None)

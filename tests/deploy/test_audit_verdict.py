@@ -119,7 +119,7 @@ def test_weights_only() -> None:
 
 def test_slow_though_all_in_integers() -> None:
     assert said(conv(), light(), light("Concat"), light(), ratio=1.2, leftovers=7).endswith(
-        ". What costs is between them: 7 conversions around layers in float (2 Add, 1 Concat)"
+        ". The cost is between them: 7 conversions around layers in float (2 Add, 1 Concat)"
     )
 
 

@@ -181,7 +181,7 @@ class Outputs(NamedTuple):
 
 def read_outputs(paths: list[Path]) -> Outputs:
     """At most one folder and one file, distinguished by the ending."""
-    files = [path for path in paths if path.suffix.lower() in FILE_ENDINGS]
+    files = [path for path in paths if path.name.lower().endswith(FILE_ENDINGS)]
     folders = [path for path in paths if path not in files]
     given, is_wrong = ", ".join(map(str, paths)), len(files) > 1 or len(folders) > 1
     refuse({f"{given}: give one folder, one file ({', '.join(FILE_ENDINGS)}), or both": is_wrong}, "--output")

@@ -71,7 +71,7 @@ def export(
 def checked_target(path: Path, backend: str) -> ProgramTarget | None:
     """The target that writes this file for this backend, None for an ONNX file; an error if the two do not agree."""
     wanted, ending = PROFILES[backend].ending, path.suffix.lower()
-    if ending == wanted:
+    if path.name.lower().endswith(wanted):
         return TARGETS.get(backend)
     owner = owner_of(path)
     if owner is not None:

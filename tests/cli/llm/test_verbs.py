@@ -124,7 +124,7 @@ def test_convert(source: Path) -> None:
     )
     shown = run("convert", packed, "-o", other, "--to", "gptq")
     assert "21 packed layers as gptq" in shown and "logits differ by 0" in shown
-    assert "allowed: compressed-tensors" in run("convert", packed, "-o", source.parent / "x", "--to", "awq", code=1)
+    assert "allowed: compressed-tensors" in run("convert", packed, "-o", source.parent / "x", "--to", "exl2", code=1)
 
 
 def test_mixed_bits(source: Path) -> None:

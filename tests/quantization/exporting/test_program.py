@@ -189,14 +189,15 @@ def test_aot_inductor_packages_it(tmp_path: Path) -> None:
 
 
 class Joined(nn.Module):
-    """A concat of two quantized parts, and a reshape in front of a quantizer."""
+    """A concat of two parts on one grid, and a reshape in front of a quantizer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.linear = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(8 * 36, 5)
+        self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(8 * 36, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        joined = torch.cat([F.relu(self.first(x)), self.second(x)], 1)
+        part = F.relu(self.conv(x))
+        joined = torch.cat([part, part], 1)
         return self.linear(joined.mean((2, 3), keepdim=True).expand(-1, -1, 6, 6).flatten(1))
 
 
