@@ -26,8 +26,9 @@ python=${PYTHON:-python3}
 echo "Setting up .venv ($profile): PyTorch and a few packages, a minute or two ..." >&2
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
 if [ "$profile" = dev ]; then
-  # ExecuTorch without its own requirements: it names pandas, coremltools, hydra and others, which writing and running files does not need.
+  # Runtimes without what their packages require for other purposes (pandas, scikit-learn, hydra and others).
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
-    executorch flatbuffers ruamel.yaml tabulate torchao
+    executorch flatbuffers ruamel.yaml tabulate torchao \
+    coremltools cattrs pyaml "onnxruntime-qnn; platform_machine == 'x86_64' and platform_system == 'Linux'"
 fi
 echo "$fingerprint" > ".venv/.ready-$profile"

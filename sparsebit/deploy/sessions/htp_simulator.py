@@ -64,17 +64,22 @@ def open_on_htp(
 
 @functools.cache
 def _device() -> tuple[Any, Any, Any]:
-    """ONNX Runtime, the provider's package and its device. A provider is registered once in a process."""
+    """ONNX Runtime, the provider's package and its device. Registering a provider twice in a process is an error."""
     onnxruntime = importlib.import_module("onnxruntime")
     try:
         provider = importlib.import_module(PACKAGE)
-        onnxruntime.register_execution_provider_library(_PROVIDER, provider.get_library_path())
+        if not (devices := _devices(onnxruntime)):  # the user's own code may have registered it
+            onnxruntime.register_execution_provider_library(_PROVIDER, provider.get_library_path())
+            devices = _devices(onnxruntime)
     except Exception:  # a broken package raises anything, and so does an ONNX Runtime without plug-ins
         raise MissingExtraError("onnxruntime-qnn", "qnn", "running a file on Qualcomm's HTP") from None
-    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == _PROVIDER]
     if not devices:
         raise DeploymentError("onnxruntime-qnn finds no device and has no simulator here; it has one for x86-64 Linux")
     return onnxruntime, provider, devices[0]
+
+
+def _devices(onnxruntime: Any) -> list[Any]:
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == _PROVIDER]
 
 
 def _why(error: str, log: str, folder: str) -> str:
