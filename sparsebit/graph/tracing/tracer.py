@@ -161,11 +161,11 @@ class LeafTracer(fx.Tracer):
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 extra = [name for name in (*self.constants, *self.inputs) if name not in signature.parameters]
-                kwargs.update({name: self._input(name) for name in extra})
+                kwargs.update({name: _input(self, name) for name in extra})
             elif parameter.kind is parameter.POSITIONAL_ONLY:
-                args.append(self._input(name))
+                args.append(_input(self, name))
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                kwargs[name] = self._input(name)
+                kwargs[name] = _input(self, name)
             elif name not in self.constants:
                 raise fx.proxy.TraceError(f"forward takes *{name}: how many values come is not known")
         root = self.root
@@ -175,9 +175,6 @@ class LeafTracer(fx.Tracer):
                 return root._call_impl(*values, **kwargs)
 
         return forward, args
-
-    def _input(self, name: str) -> Any:
-        return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, (), {})
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
         """As in torch.fx; but if the example is None, None itself, so that `if mask is not None` takes its branch."""
@@ -331,6 +328,11 @@ class LeafTracer(fx.Tracer):
         cache = self._attribute_proxies
         for name in [name for name, proxy in cache.items() if proxy.node not in alive]:
             del cache[name]
+
+
+def _input(tracer: LeafTracer, name: str) -> Any:
+    constants = tracer.constants
+    return constants[name] if name in constants else tracer.create_proxy("placeholder", name, (), {})
 
 
 def _typed_dict(tracer: LeafTracer, a: dict[Any, Any]) -> fx.Node:
