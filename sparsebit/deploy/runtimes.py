@@ -77,6 +77,9 @@ _SMOOTH = frozenset(
     {"sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}
 )
 
+# What the integer kernels of ExecuTorch, LiteRT and Core ML have in common: layers, and the cheap ops between them.
+_PROGRAM_LAYERS = frozenset({"linear", "addmm", "conv", "conv_transpose"})
+_PROGRAM_LIGHT = frozenset({"add", "mul", "max_pool", "adaptive_avg_pool"})
 # The ops that Hexagon's tensor processor (HTP) computes in integers from a quantize op to the next.
 _HTP = (
     _LINEARS
@@ -174,12 +177,11 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "executorch",
-            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
-            | frozenset({"max_pool", "adaptive_avg_pool"}),
-            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
+            inputs=_PROGRAM_LAYERS | _PROGRAM_LIGHT | {"cat"},
+            conv_fed=_PROGRAM_LIGHT | {"cat"},
             # XNNPACK's integer layers write integers: one whose result stays float would run in float.
-            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            outputs=(_PROGRAM_LAYERS | _PROGRAM_LIGHT) - {"max_pool"},
+            absorbs=_RELUS,
             folds_batchnorm=True,
             bias="int32",
             weight_widths=frozenset({8}),
@@ -191,11 +193,10 @@ PROFILES: dict[str, RuntimeProfile] = {
         RuntimeProfile(
             "litert",
             # Without cat: its converter takes all inputs to be on one grid.
-            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul"})
-            | frozenset({"max_pool", "adaptive_avg_pool"}),
-            conv_fed=frozenset({"add", "mul", "max_pool", "adaptive_avg_pool"}),
-            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            inputs=_PROGRAM_LAYERS | _PROGRAM_LIGHT,
+            conv_fed=_PROGRAM_LIGHT,
+            outputs=(_PROGRAM_LAYERS | _PROGRAM_LIGHT) - {"max_pool"},
+            absorbs=_RELUS,
             folds_batchnorm=True,
             bias="int32",
             weight_widths=frozenset({8}),
@@ -207,11 +208,10 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "coreml",
-            inputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "cat"})
-            | frozenset({"max_pool", "adaptive_avg_pool"}),
-            conv_fed=frozenset({"add", "mul", "cat", "max_pool", "adaptive_avg_pool"}),
-            outputs=frozenset({"linear", "addmm", "conv", "conv_transpose", "add", "mul", "adaptive_avg_pool"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            inputs=_PROGRAM_LAYERS | _PROGRAM_LIGHT | {"cat"},
+            conv_fed=_PROGRAM_LIGHT | {"cat"},
+            outputs=(_PROGRAM_LAYERS | _PROGRAM_LIGHT) - {"max_pool"},
+            absorbs=_RELUS,
             folds_batchnorm=True,
             weight_widths=frozenset({8}),
             narrow_weights=True,

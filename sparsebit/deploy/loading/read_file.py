@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.onnx_graph.model_file import need_file
-from sparsebit.deploy.onnx_graph.packages import ir, onnx
-from sparsebit.deploy.onnx_graph.qdq_graph import opset
+from sparsebit.deploy.onnx_graph.packages import onnx
+from sparsebit.deploy.onnx_graph.qdq_graph import opset, stored_bytes
 from sparsebit.errors import DeploymentError
 
 OPSETS = range(11, 27)
@@ -54,7 +54,7 @@ def _read_tensors(model: Any, path: Path) -> None:
         where = f"{path}: its tensor {tensor.name!r} of shape {shape}"
         if any(size < 0 for size in shape) or count > LARGEST_CONSTANT:
             raise DeploymentError(f"{where} has an impossible size")
-        wanted = _num_bytes(tensor.data_type, count)
+        wanted = stored_bytes(tensor.data_type, count)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if wanted is None:
                 raise DeploymentError(f"{where} is of the unknown type {tensor.data_type}")
@@ -73,15 +73,6 @@ def _tensors(model: Any) -> Iterator[Any]:
         for item in node.attribute:
             if item.HasField("t"):
                 yield item.t
-
-
-def _num_bytes(data_type: int, count: int) -> int | None:
-    """Bytes of `count` stored numbers; None for a type without a fixed size."""
-    try:
-        bits = ir.DataType(data_type).bitwidth
-    except (TypeError, ValueError, KeyError):
-        return None
-    return -(-count * int(bits) // 8)
 
 
 def _external_bytes(tensor: Any, folder: Path, wanted: int, where: str) -> bytes:

@@ -82,7 +82,7 @@ def load_model(file: str | os.PathLike[str] | Any) -> Any:
 def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
     """Raise for a file whose stored tensors do not have the number of bytes that their shapes require."""
     for tensor in model.graph.initializer:
-        wanted = _num_bytes(tensor.data_type, math.prod(tensor.dims)) if tensor.HasField("raw_data") else None
+        wanted = stored_bytes(tensor.data_type, math.prod(tensor.dims)) if tensor.HasField("raw_data") else None
         if any(size < 0 for size in tensor.dims) or wanted not in (None, len(tensor.raw_data)):
             shown = f"{tensor.name!r} of shape {list(tensor.dims)} has {len(tensor.raw_data)} bytes"
             raise DeploymentError(
@@ -90,7 +90,7 @@ def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
             )
 
 
-def _num_bytes(data_type: int, count: int) -> int | None:
+def stored_bytes(data_type: int, count: int) -> int | None:
     """Bytes of `count` stored numbers; None for an unknown type."""
     try:
         bits = ir.DataType(data_type).bitwidth
