@@ -14,6 +14,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.rewriting.patterns import is_itself
+from sparsebit.graph.values.hooks import hooked
 
 
 @contextlib.contextmanager
@@ -38,14 +39,13 @@ def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.
     handles = [norm.register_forward_pre_hook(note) for norm in norms]
     tuned: set[_BatchNorm] = set()
     try:
-        yield ranks
+        with hooked(handles):
+            yield ranks
         _merge_across_processes(norms, ranks)
         tuned.update(norm for norm in norms if norm.num_batches_tracked)
         if not tuned:
             raise CalibrationError("no forward was run inside; run a few batches there")
     finally:
-        for handle in handles:
-            handle.remove()
         for norm, (buffers, momentum) in zip(norms, before, strict=True):
             norm.momentum = momentum
             if norm not in tuned:

@@ -35,6 +35,7 @@ from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.nodes.graph_module import source_path
 from sparsebit.graph.region import Region
 from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.rounding.pruning_math import fit_masked, held_out_damping, output_error
@@ -324,11 +325,6 @@ def _input(model: nn.Module, layer: nn.Module, call: Call) -> Tensor:
         found.append(args[0] if args else next(iter(kwargs.values())))
         raise _Reached
 
-    handle = layer.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with contextlib.suppress(_Reached), hooked([layer.register_forward_pre_hook(stop, with_kwargs=True)]):
         model(*call[0], **call[1])
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return found[0]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import MOVES
 from sparsebit.sparse.channels.op_call import Call, tensor_leaves
@@ -125,10 +126,9 @@ class ModulePaths:
         # Hooks of all modules: the model's code may ask for the hooks of one (`if self.layer._forward_hooks:`).
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             del self.stack[1:]
 
 
