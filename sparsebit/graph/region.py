@@ -182,15 +182,6 @@ class Region(StandIn):
         else:
             super().__setattr__(name, value)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            graph_module = self.__dict__.get("_modules", {}).get("graph_module")
-            if graph_module is None or name.startswith("__"):
-                raise
-            return getattr(graph_module.source, name)
-
 
 def _own_copy(saved: Tensor) -> Tensor:
     is_parameter = saved.is_leaf and saved.requires_grad  # needs no copy: torch forbids in-place writes into it
