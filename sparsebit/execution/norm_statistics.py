@@ -14,6 +14,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.rewriting.patterns import is_itself
+from sparsebit.graph.state.modes import modes_kept
 from sparsebit.graph.values.hooks import hooked
 
 
@@ -75,14 +76,10 @@ def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
 
     Only batch norms are in training mode while it runs: dropout stays off.
     """
-    modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), None)
-    try:
-        with restarted_statistics(model, "reestimate_norms: the model has no batch norm with running statistics"):
-            for module in model.modules():
-                module.training = is_itself(module, _BatchNorm)
-            for args, kwargs in calls(batches, model, device):
-                model(*args, **kwargs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    missing = "reestimate_norms: the model has no batch norm with running statistics"
+    with modes_kept(model.modules()), restarted_statistics(model, missing):
+        for module in model.modules():
+            module.training = is_itself(module, _BatchNorm)
+        for args, kwargs in calls(batches, model, device):
+            model(*args, **kwargs)

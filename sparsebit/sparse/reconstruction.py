@@ -34,6 +34,7 @@ from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.nodes.graph_module import source_path
 from sparsebit.graph.region import Region
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
@@ -92,16 +93,11 @@ def fit_layers(
     listed = list(calls(batches, pruned, device))
     if not listed:
         raise CalibrationError("reconstruct: no batch was given; give a few batches of inputs")
-    modes = {module: module.training for module in pruned.modules()}
     dense = copy_model(dense).to(device).eval()
-    pruned.eval()
-    try:
+    with evaluating(pruned):
         session = _Session(pruned, dense, masks, max_rows, [real_positions(call, pruned) for call in listed])
         if not session.by_graph(listed, memory_budget):
             session.by_hooks(listed)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return session.found
 
 

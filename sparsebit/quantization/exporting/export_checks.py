@@ -38,9 +38,10 @@ from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, open_se
 from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import evaluating, switched, switched_on
+from sparsebit.quantization.calibrating.model_state import switched, switched_on
 from sparsebit.quantization.exporting.stored_parameters import simulated_codes, stored_difference
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.records.phases import phase

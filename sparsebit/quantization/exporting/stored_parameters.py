@@ -19,10 +19,10 @@ from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
 from sparsebit.execution.batches import Call
 from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.plain import codes_of
-from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply

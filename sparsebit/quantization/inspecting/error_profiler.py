@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.progress import track
@@ -191,15 +192,8 @@ def _profile_together(model: nn.Module, names: dict[nn.Module, str], call: Call,
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; afterwards the mode of every module and all switches are restored."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with switched(quantizers_of(model)):
-            model.eval()
-            yield
-    finally:
-        model.train(modes[model])
-        for module, mode in modes.items():  # parts may be in another mode than the whole model: frozen norms
-            module.training = mode
+    with switched(quantizers_of(model)), evaluating(model):
+        yield
 
 
 def _switch(model: nn.Module, on: bool) -> None:
