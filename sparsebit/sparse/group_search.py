@@ -66,7 +66,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What is taken to be true until a comparison fails.
+    """The options, pins and rules that are taken to be right until a comparison fails.
 
     `options`: of choices, how labels pass them. `pins`: atoms that stay. `analysis`: with these options and pins.
     `rules`: attributes that hold a size. `unproved`: units that failed, with the reason. `wide`: found at the end.
@@ -121,7 +121,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Tried:
-    """What did not help before, so that it is not tried again.
+    """Steps that did not help, so that they are not tried again.
 
     `sites`: of failures that no attribute repairs. `options`: of choices. `positions`: of failures after which channels
     were spared.

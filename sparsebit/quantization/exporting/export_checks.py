@@ -160,7 +160,7 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
 
 
 def _problem(case: _Case, session: Session, setting: _Setting, shown: str, fault: str, different: _Batch | None) -> str:
-    """What is wrong with the file, and where; empty if nothing is. `fault`: of its outputs."""
+    """The fault of the file and its place, as a sentence; empty if there is none. `fault`: of its outputs."""
     if different is None and setting.optimize and setting.runtime == "onnxruntime":
         different = _Batch(case.batches[0])  # codes may differ even if the outputs do not, on this data
     if different is not None:
