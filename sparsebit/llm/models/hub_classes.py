@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,17 +92,6 @@ def need_folder(folder: Path) -> None:
     """Raise if it is not a folder, because transformers would treat the name as a model on the network."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder of a downloaded model")
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def default_dtype(config: Any, device: torch.device | str) -> torch.dtype:
