@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
+from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
@@ -228,7 +230,9 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         made = staging / target.name
         block_of = functools.partial(run.finished, folder=folder)
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
-        write_cache(made, run.recipe, run.tokens, run.batch_size, device=skeleton.device, trust_remote_code=trust)
+        for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
+        write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
+        write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -277,6 +281,8 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
         raise ConfigError(f"{given} needs calibration text: give some, or method 'rtn' without a scale search")
     if calibration is None and recipe.calibrates_cache:
         raise ConfigError(f"kv_cache={recipe.kv_cache!r} needs calibration text for its scales: give some, or use int4")
+    if calibration is None and recipe.inputs is not None and recipe.inputs.is_calibrated:
+        raise ConfigError(f"activations={recipe.activations!r} needs calibration text for its scales: give some")
     if calibration is None:
         size = int(folder.config.get("vocab_size", 32))
         return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})
@@ -296,6 +302,8 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
     problem = None
     if recipe.method == "nvfp4":
         problem = "method='nvfp4'", "the global scales of experts; use mxfp4, fp8, or whole numbers"
+    elif recipe.inputs is not None:
+        problem = f"activations={recipe.activations!r}", "rounded inputs of experts; leave them float, or use fp8"
     elif not recipe.symmetric and recipe.float_kind is None:
         problem = "symmetric=False", "zero points of experts; quantize with symmetric=True (--symmetric)"
     if problem is not None and experts_in(skeleton.model):
