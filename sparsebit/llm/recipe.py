@@ -200,8 +200,13 @@ class Recipe:
     @property
     def needs_text(self) -> bool:
         """Whether calibration text has any effect."""
+        return self.needs_moments or self.smooth
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether weights are rounded by second moments of their inputs."""
         searches = self.method != "rtn" or self.scale_search != "none" or self.is_mixed
-        return (self.float_kind is None and searches) or self.smooth
+        return self.float_kind is None and searches
 
     @property
     def calibrates_cache(self) -> bool:

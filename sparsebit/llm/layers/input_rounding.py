@@ -4,7 +4,7 @@ The values are those of compressed-tensors, computed in float32:
 
 | kind | a number is | scale |
 |---|---|---|
-| int8 | `(code - zero) * scale`, codes of 8 bits | a token: largest / 127.5, with zero points range / 255; or constant |
+| int8 | `(code - zero) * scale`, codes of 8 bits | a token: largest / 127.5 (with zero points range / 255); constant |
 | fp8 | `float8_e4m3fn * scale` | a token: largest / 448; or constant |
 | nvfp4 | `E2M1 * scale / divisor` | 16 columns: float8_e4m3fn of `divisor * largest / 6`; the divisor is constant |
 | mxfp4 | `E2M1 * scale` | 32 columns: the power of two below largest / 4, or the next one from 1.75 times it on |
@@ -36,6 +36,15 @@ class InputRounding:
     scale: float = 1.0
     zero: float = 0.0
 
+    @classmethod
+    def of_range(cls, given: InputFormat, largest: float) -> InputRounding:
+        """With the constant scale for which the largest input gets the largest code, if the format has one. The
+        divisor of nvfp4 makes the scale of the block with the largest input the largest float8.
+        """
+        top = 127.5 if given.kind == "int8" else LARGEST_FLOAT8
+        scale = LARGEST_FLOAT8 * LARGEST_FLOAT4 / largest if given.kind == "nvfp4" else largest / top
+        return cls(given, scale) if given.is_calibrated else cls(given)
+
     def __call__(self, x: Tensor) -> Tensor:
         """The rounded numbers of `x (..., features)` in its type."""
         rounded = self.rounded(x.detach().float()).to(x.dtype)
@@ -50,7 +59,9 @@ class InputRounding:
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`(codes, scale, zero)` of a format of 8 bits: float8 or whole numbers, of each token or of all."""
-        scale, zero = self._per_token(x) if self.format.dynamic else (x.new_tensor(self.scale), x.new_tensor(self.zero))
+        scale, zero = (
+            self._per_token(x) if self.format.dynamic else (x.new_full((), self.scale), x.new_full((), self.zero))
+        )
         if self.format.kind == "fp8":
             codes = (x / scale).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
         else:

@@ -27,7 +27,7 @@ from sparsebit.llm.layers.float_weight import FloatLinear
 from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, INTEGERS, LAYOUTS, Activations, KernelLayout, Prepared
 from sparsebit.llm.layers.packed_weight import PackedWeight, packed_linear, packed_transposed
-from sparsebit.llm.models.architectures import ARCHITECTURES
+from sparsebit.llm.models.architectures import known_row
 
 
 def outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
@@ -323,7 +323,7 @@ def _kind(layer: QuantLinear) -> tuple[object, ...]:
 
 
 def _parallel_layers(model: nn.Module) -> Iterator[list[QuantLinear]]:
-    row = ARCHITECTURES.get(str(getattr(getattr(model, "config", None), "model_type", "")))
+    row = known_row(model)
     groups = () if row is None or row.stages is None else row.fused_groups(row.stages)
     for name, blocks in model.named_modules():
         if row is None or not isinstance(blocks, nn.ModuleList) or not f".{name}".endswith(f".{row.blocks}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,25 @@ from sparsebit.llm.checkpoint.compressed_tensors import input_scheme
 from sparsebit.llm.checkpoint.packed_folder import write_config
 from sparsebit.llm.checkpoint.packed_source import packed_source
 from sparsebit.llm.layers.float_weight import FloatLinear
-from sparsebit.llm.layers.input_kinds import InputFormat, InputKind
+from sparsebit.llm.layers.input_kinds import InputFormat
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.quant_linear import QuantLinear
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
+from sparsebit.llm.models.calibration_batches import Tokens, as_batches, to_device
 from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.llm.models.model_folder import ModelFolder, add_tensors
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.running.streaming import load_streamed
-from sparsebit.numerics.float4 import LARGEST_FLOAT4
-from sparsebit.numerics.spec import LARGEST_FLOAT8
 from sparsebit.progress import track
 
 _FILE = "input_scales.safetensors"
 _LEAST = 1e-12
-# The tensor of each kind, and its value for the largest input. The largest divisor of nvfp4 lets the scale of the block
-# with the largest number be the largest float8.
-_SCALES: Mapping[InputKind, tuple[str, Callable[[float], float]]] = {
-    "int8": ("input_scale", lambda largest: largest / 127.5),
-    "fp8": ("input_scale", lambda largest: largest / LARGEST_FLOAT8),
-    "nvfp4": ("input_global_scale", lambda largest: LARGEST_FLOAT8 * LARGEST_FLOAT4 / largest),
-}
 
 
 def write_input_scales(
     folder: Path,
     inputs: InputFormat | None,
-    tokens: Tensor,
+    tokens: Tokens,
     batch_size: int,
     *,
     device: torch.device,
@@ -54,10 +46,11 @@ def write_input_scales(
     model = load_streamed(folder, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)
     ranges = input_ranges(model, tokens, batch_size)
     source = packed_source(Skeleton(ModelFolder(folder), trust_remote_code=trust_remote_code))
-    suffix, scale_of = _SCALES[inputs.kind]
+    suffix = "input_global_scale" if inputs.kind == "nvfp4" else "input_scale"
     # Layers that servers join read one input, and so have one scale.
-    found = {name: torch.tensor([scale_of(ranges.get(name, 1.0))]) for name in source.formats}
-    add_tensors(folder, _FILE, {f"{source.file_name(name)}.{suffix}": scale for name, scale in found.items()})
+    scales = {name: InputRounding.of_range(inputs, ranges.get(name, 1.0)).scale for name in source.formats}
+    tensors = {f"{source.file_name(name)}.{suffix}": torch.tensor([scale]) for name, scale in scales.items()}
+    add_tensors(folder, _FILE, tensors)
     config = ModelFolder(folder).config
     for group in config["quantization_config"]["config_groups"].values():
         group["input_activations"] = input_scheme(inputs)
@@ -65,7 +58,7 @@ def write_input_scales(
 
 
 @torch.no_grad()
-def input_ranges(model: Any, tokens: Tensor, batch_size: int) -> dict[str, float]:
+def input_ranges(model: Any, tokens: Tokens, batch_size: int) -> dict[str, float]:
     """The largest absolute input of each packed layer of a streamed model, by name; without those that never run."""
     largest: dict[str, Tensor] = {}
     path, device = architecture_of(model).blocks, next(model.parameters()).device
@@ -84,8 +77,8 @@ def input_ranges(model: Any, tokens: Tensor, batch_size: int) -> dict[str, float
     for number, block in enumerate(blocks_of(model, architecture_of(model))):
         block.register_forward_pre_hook(functools.partial(watch, number))
     with evaluating(model):
-        for batch in track(tokens.split(batch_size), "ranges of the inputs"):
-            model.base_model(input_ids=batch.to(device), use_cache=False)
+        for batch in track(as_batches(tokens, batch_size), "ranges of the inputs"):
+            model.base_model(**to_device(batch, device, torch.float32), use_cache=False)
     wrong = next((name for name, found in largest.items() if not found.isfinite()), None)
     if wrong is not None:
         raise CalibrationError(f"layer {wrong} gets inputs that are not finite: they have no range")

@@ -125,8 +125,12 @@ def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLa
 
 def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A function that rounds a weight `(out, in)` to nearest, on a grid that covers its whole range."""
+    kind = recipe.float_kind
 
     def round_(weight: Tensor) -> Tensor:
+        if kind is not None:
+            floats = round_to_floats(weight, kind, search=False, stored=stored)
+            return floats.dequantize(torch.float32).to(weight)
         W = weight[None]
         grid = _grid(W, recipe, recipe.columns_per_scale(weight.shape[1], name), stored)
         return grid.values(grid.nearest(W))[0]

@@ -114,3 +114,24 @@ def test_text_is_needed(tmp_path: Path) -> None:
     folder, _ = source(tmp_path)
     with pytest.raises(ConfigError, match="needs calibration text for its scales"):
         quantize(folder, tmp_path / "made", RECIPES["nvfp4, nvfp4 inputs"])
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_smoothing_brings_the_logits_nearer(tmp_path: Path, method: Any) -> None:
+    """Channels that a norm makes large are what smoothing is for."""
+    model = tiny_model(num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data[5] *= 60
+        layer.post_attention_layernorm.weight.data[7] *= 60
+    folder = with_tokenizer(saved(model, tmp_path / "model"))
+    calibration = Calibration(write_text(tmp_path / "text.txt"), num_samples=16, length=32)
+    given: dict[str, Any] = {"bits": 8, "group_size": 0, "symmetric": True, "activations": "int8"}
+    given = {"activations": "nvfp4"} if method == "nvfp4" else given
+    expected, errors = logits(load(folder)), []
+    for smooth in (False, True):
+        recipe = Recipe(method, **given, smooth=smooth)
+        made = quantize(folder, tmp_path / f"made{smooth}", recipe, calibration)
+        assert made.check is not None and made.check.difference < 1e-4
+        assert bool(made.scaled_inputs) == smooth
+        errors.append(relative_difference(logits(load(made.folder)), expected))
+    assert errors[1] < 0.8 * errors[0]
