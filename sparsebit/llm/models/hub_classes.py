@@ -32,6 +32,14 @@ def transformers_module() -> Any:
     return package("transformers", "llm", "a language model")
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model of this config: of language models, or of those with images."""
+    transformers = transformers_module()
+    texts, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    sees = getattr(config, "vision_config", None) is not None and type(config) in images._model_mapping
+    return images if sees else texts
+
+
 def need_imported(error: Exception) -> None:
     """Raise for classes of transformers that a broken package makes unimportable: the model is not the cause."""
     if isinstance(error, ImportError) and error.__cause__ is not None:
