@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.llm.checkpoint.compressed_tensors import input_scheme
 from sparsebit.llm.checkpoint.packed_folder import write_config
 from sparsebit.llm.checkpoint.packed_source import packed_source
@@ -19,7 +20,6 @@ from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.quant_linear import QuantLinear
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
 from sparsebit.llm.models.calibration_batches import Tokens, as_batches, to_device
-from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.llm.models.model_folder import ModelFolder, add_tensors
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.running.streaming import load_streamed
