@@ -125,7 +125,8 @@ class XnnpackProduct(IntegerProduct):
 class XnnpackMean(IntegerKernel):
     """The quantized mean over the images of a quantized tensor.
 
-    `pool`: the op, a module, a function or a method's name. `replaced`: the node's kind and target, before this module took its place.
+    `pool`: the op, a module, a function or a method's name. `replaced`: the node's kind and target, before this module
+    took its place.
     """
 
     def __init__(self, pool: Any, source: Quantizer, output: Quantizer, replaced: tuple[str, Any]) -> None:
