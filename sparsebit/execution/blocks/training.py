@@ -7,7 +7,6 @@ gradients; the model's other parameters, and their `grad`, do not change. Two ru
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -30,6 +29,8 @@ from sparsebit.progress import note
 Decay = Literal["constant", "linear", "cosine"]
 # (outputs, targets, extras) of some samples -> their distance, as a mean over the samples.
 Distance: TypeAlias = Callable[[Values, Values, Values], Tensor]
+# Inputs of some samples -> other inputs, and their targets.
+Renewed: TypeAlias = Callable[[Values, torch.Generator], tuple[Values, Values]]
 _CHECKS = 10  # in a training with early stop: how often the loss is checked
 
 
@@ -71,17 +72,22 @@ def train_block(
     training: BlockTraining,
     *,
     distance: Distance,
+    run: Callable[[Values], Values] | None = None,
     extras: BatchValues | None = None,
     penalty: Callable[[float], Tensor | None] = lambda progress: None,
     before_step: Callable[[], None] = lambda: None,
+    renewed: Renewed | None = None,
+    is_hopeless: Callable[[float], bool] = lambda progress: False,
 ) -> float:
     """Train the parameters in place; returns the mean distance of the last tenth of the steps.
 
     A step's loss is `distance(outputs, targets, extras)` of a mini-batch plus `penalty(progress)`, with progress from 0
     to 1. Mini-batches are drawn from all samples in a fixed order, given by the seed and the block's name. `extras`:
     more values for each batch that the distance needs, with one row per sample. On several ranks each draws from its
-    own samples, and gradients are averaged.
+    own samples, and gradients are averaged. `renewed`: makes other inputs of a mini-batch's, with their targets.
+    `is_hopeless(progress)`: asked after each tenth of the steps whether to stop.
     """
+    groups = _merged(groups)
     parameters = [parameter for group in groups for parameter in group.parameters]
     if not parameters:
         raise ConfigError(f"block {data.block.name!r}: no parameter to train was given")
@@ -91,7 +97,7 @@ def train_block(
     generator = torch.Generator().manual_seed(block_seed(training.seed, data.block.name))
     samples = BlockSamples(data, extras, needs_float=training.float_share > 0)
     stream = samples.minibatches(training.batch_size, generator)
-    watch = _Watch(training)
+    watch, run = _Watch(training), data.run if run is None else run
     for step in range(training.steps):
         progress = step / training.steps
         for own_rate, group in zip(optimizer.param_groups, groups, strict=True):
@@ -101,8 +107,10 @@ def train_block(
         with _autocast(batch, training.bf16):
             share = training.float_share
             inputs = mix(batch.inputs, batch.float_inputs, share, generator) if batch.float_inputs else batch.inputs
-            outputs = data.run(inputs)
-            found = distance(outputs, batch.targets, batch.extras)
+            targets = batch.targets
+            if renewed is not None:
+                inputs, targets = renewed(inputs, generator)
+            found = distance(run(inputs), targets, batch.extras)
         extra_loss = penalty(progress)
         loss = found if extra_loss is None else found + extra_loss
         # `autograd.grad`, not `backward`, which would also write into the `grad` of the model's other parameters.
@@ -112,7 +120,9 @@ def train_block(
         _average(learned)
         optimizer.step()
         _write(parameters, groups)
-        if watch.is_over(step, float(found.detach()), data.block.name):
+        if watch.is_over(step, found.detach(), data.block.name):
+            break
+        if watch.is_tenth(step) and step + 1 < training.steps and is_hopeless((step + 1) / training.steps):
             break
     for own in learned:
         own.grad = None
@@ -138,51 +148,49 @@ def block_seed(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed}/{name}".encode())
 
 
-def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tensor:
-    """The squared error relative to the targets' energy, summed over the block's float outputs.
-
-    `extras`: one weight for each element of each output, in the outputs' structure (Fisher information); without them
-    all have the same weight.
-    """
-    found, weights = [], tensors_of(extras)
-    for index, (output, target) in enumerate(zip(tensors_of(outputs), tensors_of(targets), strict=True)):
-        if output.is_floating_point():
-            error, energy = (output.float() - target.float()).square(), target.float().square()
-            if weights:
-                error, energy = error * weights[index], energy * weights[index]
-            found.append(error.sum() / energy.sum().clamp_min(1e-20))
-    if not found:
-        raise CalibrationError("the block has no float output, so there is nothing to compare")
-    return functools.reduce(torch.add, found)
-
-
 class _Watch:
     """The loss of the last steps, and whether it still decreases."""
 
     def __init__(self, training: BlockTraining) -> None:
         self._patience, self._window = training.patience, max(training.steps // _CHECKS, 1)
-        self._sum, self._best, self._waited = 0.0, math.inf, 0
+        self._sum, self._best, self._waited = torch.zeros(()), math.inf, 0
         self.last = math.nan
 
-    def is_over(self, step: int, loss: float, name: str) -> bool:
+    def is_tenth(self, step: int) -> bool:
+        return not (step + 1) % self._window
+
+    def is_over(self, step: int, found: Tensor, name: str) -> bool:
+        self._sum = self._sum.to(found) + found
+        # Not in every step: reading a number waits for the GPU.
+        if step and found.is_cuda and not self.is_tenth(step):
+            return False
+        loss = float(self._sum)
         if not math.isfinite(loss):
-            why = f"the loss became {loss} in step {step}; lower the learning rate"
+            why = f"the loss became {float(found)} in step {step}; lower the learning rate"
             if step == 0:
                 why = (
                     f"the loss is {loss} before anything is learned: the block's inputs, its float outputs or its "
                     "weights are not finite; look for NaN and infinity in the calibration data and in the model"
                 )
             raise CalibrationError(f"block {name!r}: {why}")
-        self._sum += loss
-        if (step + 1) % self._window:
+        if not self.is_tenth(step):
             return False
-        sums = gather(self._sum)
+        sums = gather(loss)
         self.last = sum(sums) / len(sums) / self._window
-        self._sum = 0.0
+        self._sum = torch.zeros(())
         note(f"{name}: loss {self.last:.3g}")
         self._waited = 0 if self.last < self._best else self._waited + 1
         self._best = min(self._best, self.last)
         return 0 < self._patience <= self._waited
+
+
+def _merged(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Groups that differ in their parameters alone, as one: an optimizer's step launches kernels for each group."""
+    found: dict[ParameterGroup, tuple[Tensor, ...]] = {}
+    for group in groups:
+        kind = replace(group, parameters=())
+        found[kind] = (*found.get(kind, ()), *group.parameters)
+    return [replace(kind, parameters=parameters) for kind, parameters in found.items()]
 
 
 def _in_float32(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
@@ -212,8 +220,11 @@ def _write(parameters: Sequence[Tensor], groups: Sequence[ParameterGroup]) -> No
 def _optimizer(groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
     """Adam. With betas of 0 it has no memory, so that its step is the sign of the gradient (`signed`)."""
     signed = {"betas": (0.0, 0.0), "eps": 1e-12}
+    on_gpu = all(parameter.is_cuda for group in groups for parameter in group.parameters)
     return torch.optim.Adam(
-        [{"params": list(g.parameters), "lr": g.lr, **(signed if g.signed else {})} for g in groups], foreach=False
+        [{"params": list(g.parameters), "lr": g.lr, **(signed if g.signed else {})} for g in groups],
+        foreach=False,
+        fused=on_gpu,
     )
 
 
