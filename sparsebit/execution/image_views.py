@@ -39,8 +39,10 @@ def view_of(piece: Piece, inputs: Inputs, seed: int) -> Inputs:
     return viewed
 
 
-def has_images(inputs: Inputs) -> bool:
-    return any(is_images(tensor) for tensor in tensors_of(inputs))
+def has_images(inputs: Any) -> bool:
+    """Whether the only tensor is a batch of images. Another one may be a mask or boxes, which do not move with them."""
+    tensors = tensors_of(inputs)
+    return len(tensors) == 1 and is_images(tensors[0])
 
 
 def is_images(tensor: Tensor) -> bool:

@@ -45,6 +45,7 @@ def test_what_is_an_image() -> None:
     assert is_images(torch.rand(2, 3, 8, 8)) and has_images({"x": [torch.rand(2, 3, 8, 8)]})
     assert not is_images(torch.rand(2, 3, 7, 8)) and not is_images(torch.rand(2, 3, 8))
     assert not has_images({"x": torch.zeros(2, 3, 8, 8, dtype=torch.long)})
+    assert not has_images({"x": torch.rand(2, 3, 8, 8), "mask": torch.rand(2, 1, 8, 8)})
 
 
 def test_patches_are_rectangles_of_other_images() -> None:

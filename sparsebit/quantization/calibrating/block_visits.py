@@ -109,7 +109,7 @@ def visit_blocks(
         if max(views, held_views or 0) > 1 and has_images(inputs.get(0)):
             split = with_views(split, views, held_views)
         elif max(views, held_views or 0) > 1:
-            log.info("views: no input is a batch of images (N, C, H, W), so that each sample has one view")
+            log.info("views: the input is not one batch of images (N, C, H, W), so that each sample has one view")
         pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
 
         def inputs_of(index: int) -> dict[str, Any]:

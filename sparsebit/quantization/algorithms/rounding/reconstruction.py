@@ -304,9 +304,8 @@ def _learn(
         sites.groups(options.rates),
         options.training,
         distance=comparison.distance,
-        run=None if teacher is None else teacher.run,
         extras=None if weights is None else weights.part(data.batches),
-        penalty=penalty,
-        renewed=teacher,
+        penalty=penalty if options.settings.rounding == "sigmoid" else None,
+        teacher=teacher,
         is_hopeless=is_hopeless,
     )

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from sparsebit.execution.blocks.engine import BlockData
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.image_views import image_view, is_images, patched_images
+from sparsebit.execution.image_views import has_images, image_view, patched_images
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.quantization.algorithms.rounding.matching import Matching
 from sparsebit.quantization.calibrating.model_state import quantizers_of, switched
@@ -27,7 +27,7 @@ class Teacher:
 
     def __init__(self, data: BlockData, nodes: Sequence[fx.Node], matching: Matching) -> None:
         modules = dict.fromkeys(part for module in data.block.modules.values() for part in module.modules())
-        self.matching, self.run = matching, data.seen_at(nodes)
+        self.matching, self._runner = matching, data.seen_at(nodes)
         self._quantizers = quantizers_of(*data.block.modules.values())
         registries = [m._parameters for m in modules if not isinstance(m, Quantizer)]
         with data.in_float():
@@ -38,19 +38,24 @@ class Teacher:
                 if parameter is not None
             ]
 
-    def __call__(self, inputs: Values, generator: torch.Generator) -> tuple[Values, Values]:
-        """The inputs, with new views of the images among them if wanted, and the float model's values for them."""
+    def renewed(self, inputs: Values, generator: torch.Generator) -> Values:
+        """The inputs, with new views of the images if they are wanted."""
 
-        def renewed(x: Tensor) -> Tensor:
-            if not is_images(x):
-                return x
+        def viewed(x: Tensor) -> Tensor:
             x, share = image_view(x, generator), self.matching.patched
             return patched_images(x, share, generator) if share else x
 
-        if self.matching.is_renewed:
-            inputs = map_nested(Tensor, renewed, inputs)
+        is_renewed = self.matching.is_renewed and has_images(inputs)
+        return map_nested(Tensor, viewed, inputs) if is_renewed else inputs
+
+    def targets(self, inputs: Values) -> Values:
+        """The float model's values for these inputs."""
         with torch.no_grad(), self._in_float():
-            return inputs, self.run(inputs)
+            return self._runner(inputs)
+
+    def run(self, inputs: Values) -> Values:
+        """The block's values in its current state."""
+        return self._runner(inputs)
 
     @contextlib.contextmanager
     def _in_float(self) -> Iterator[None]:

@@ -179,7 +179,7 @@ def test_views_of_what_is_no_image(caplog: pytest.LogCaptureFixture) -> None:
     qmodel = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), data)
     with caplog.at_level(logging.INFO):
         reconstruct(qmodel, data, views=4, **QUICK)
-    assert "no input is a batch of images" in caplog.text
+    assert "the input is not one batch of images" in caplog.text
 
 
 def test_targets_are_those_of_the_float_model_after_other_algorithms() -> None:
@@ -405,16 +405,19 @@ def test_new_views_are_not_those_of_the_samples(monkeypatch: pytest.MonkeyPatch)
     seen: list[list[Tensor]] = []
     train = reconstruction.train_block
 
-    def watched(data: Any, *args: Any, run: Any = None, **kwargs: Any) -> Any:
+    def watched(data: Any, *args: Any, teacher: Any, **kwargs: Any) -> Any:
         images: list[Tensor] = []
         seen.append(images)
-        own = data.run if run is None else run
+        target = data if teacher is None else teacher
+        own = target.run
 
         def watching(inputs: Any) -> Any:
-            images.extend(inputs[0])
+            if torch.is_grad_enabled():
+                images.extend(inputs[0])
             return own(inputs)
 
-        return train(data, *args, run=watching, **kwargs)
+        target.run = watching
+        return train(data, *args, teacher=teacher, **kwargs)
 
     monkeypatch.setattr(reconstruction, "train_block", watched)
     data = batches(1)

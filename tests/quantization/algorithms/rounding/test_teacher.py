@@ -34,7 +34,8 @@ def test_it_answers_as_the_float_model_while_the_block_is_learned(patched: float
                 for bias, _ in sites.biases:
                     bias.add_(1.0)
             learned = teacher.run(block.inputs[0])
-            inputs, targets = teacher(block.inputs[0], generator)
+            inputs = teacher.renewed(block.inputs[0], generator)
+            targets = teacher.targets(inputs)
             again = teacher.run(block.inputs[0])  # nothing of the teacher is left
         assert len(sites.biases) == 4 and len(targets) == 1 + len(nodes) and len(nodes) == 2
         torch.testing.assert_close(learned, again, rtol=0, atol=0)
