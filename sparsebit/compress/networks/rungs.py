@@ -109,7 +109,7 @@ def float_layers(known: Known) -> Candidate | None:
 
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
-    """4-bit weights, rounded by GPTQ, then by reconstruction; to nearest where no graph of the whole model allows these."""
+    """4-bit weights, rounded by GPTQ, then by reconstruction; without a graph of the whole model, to nearest."""
     if not known.wants_small or not _needs_fewer_bytes(known):
         return None
     done = known.of("four bits")
