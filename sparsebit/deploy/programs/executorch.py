@@ -18,6 +18,7 @@ from sparsebit.deploy.programs.xnnpack_layers import delegation, refusals
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
 from sparsebit.deploy.sessions.executorch_session import runtime_modules
 from sparsebit.deploy.sessions.program_facts import KEY, ProgramFacts
+from sparsebit.deploy.sessions.sealed_file import seal
 
 
 def write_pte(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None:
@@ -35,6 +36,7 @@ def write_pte(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None
             made = EdgeProgramManager(edge, {KEY: stored}, lowered.compile_config).to_executorch()
     with path.open("wb") as file:
         made.write_to_file(file)
+    seal(path)
 
 
 @contextlib.contextmanager

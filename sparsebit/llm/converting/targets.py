@@ -137,6 +137,8 @@ def vllm_reasons(
     if kinds:
         known = ", ".join(_said(*kind) for kind in _INTEGERS[method])
         reasons.append(f"{', '.join(_said(*kind) for kind in kinds)}: of {method} files its own kernels have {known}")
+    if any(layer.bits == 4 and layer.inputs is not None and layer.inputs.kind == "int8" for layer in integers.values()):
+        reasons.append("4 bits with int8 inputs: its kernel for them is for Arm CPUs")
     sizes = sorted({layer.group_size for layer in integers.values()} - {*_GROUPS})
     if sizes:
         reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")
