@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.state import tensors_inside
 from sparsebit.graph.tracing.patched_torch import unfused_attention
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import MOVES
 from sparsebit.sparse.channels.op_call import Call, tensor_leaves
