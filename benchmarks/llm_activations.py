@@ -22,7 +22,7 @@ import torch
 from common import ROOT, data_folder, emit
 from torch import Tensor
 
-from sparsebit.llm import Calibration, Recipe, load, perplexity, quantize, token_stream, windows
+from sparsebit.llm import Calibration, QuantLinear, Recipe, load, perplexity, quantize, token_stream, windows
 from sparsebit.llm.layers.input_rounding import InputRounding
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -69,6 +69,14 @@ def divided_by_127() -> Iterator[None]:
         InputRounding._per_token = own  # type: ignore[method-assign]
 
 
+def round_scales(model: Any) -> None:
+    """Round the scales of groups as vLLM does for its kernel: to fp8, relative to a scale of the row."""
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            row = layer.scales.float().amax(1, keepdim=True) / 448
+            layer.scales.copy_((layer.scales.float() / row).to(torch.float8_e4m3fn).float() * row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
@@ -103,6 +111,9 @@ def main() -> None:
             if options.as_vllm and "int8, tokens" in name:
                 with divided_by_127():
                     found[f"{name}, divided by 127"] = perplexity(packed, heldout).value
+            if options.as_vllm and name == "W4A8 fp8, tokens":
+                round_scales(packed)
+                found[f"{name}, scales of groups in fp8"] = perplexity(packed, heldout).value
         for what, value in found.items():
             scaled = sum(one.alpha > 0 for one in made.scaled_inputs.values())
             record = {"recipe": what, "perplexity": value, "float": floats, "cpu_s": seconds, "smoothed": scaled}

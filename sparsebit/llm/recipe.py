@@ -164,6 +164,8 @@ class Recipe:
             return f"these need weights of the same format; give method={wanted!r}"
         if not self.symmetric or self.is_mixed or self.bits not in (4, 8):
             return "weights of 4 or 8 bits without zero points are needed; give bits=4 or 8, symmetric=True"
+        if self.bits == 8 and wanted.startswith("fp8"):
+            return "no server multiplies whole numbers of 8 bits with fp8; give method='fp8', or bits=4"
         if self.bits == 8 and self.group_size:
             return f"group_size={self.group_size} with bits=8: products of 8 bits need one scale per row; group_size=0"
         return None

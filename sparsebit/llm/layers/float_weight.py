@@ -110,8 +110,12 @@ def scale_values(scales: Tensor, kind: FloatKind, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype) -> FloatWeight:
-    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales."""
+def round_to_floats(
+    weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype, most: float | None = None
+) -> FloatWeight:
+    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales.
+    `most`: the largest number of all weights that share the divisor of nvfp4; None: of this one.
+    """
     W = weight.detach().float()
     if kind == "fp8":
         smallest = torch.finfo(stored).tiny
@@ -127,7 +131,7 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
         usual = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
         best = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
         return _packed(kind, groups, (best + _BIAS).clamp(0, 254).to(torch.uint8), None)
-    top = largest.max().clamp(min=2.0**-100) / LARGEST_FLOAT4
+    top = (largest.max() if most is None else largest.new_full((), most)).clamp(min=2.0**-100) / LARGEST_FLOAT4
     divisor = torch.exp2(torch.floor(torch.log2(LARGEST_FLOAT8 / top))).reshape(1)
     wanted = largest / LARGEST_FLOAT4 * divisor
     # The largest number becomes 6, or up to 1.67 times it (clipped), or down to 3.75. With 4 the numbers below it are

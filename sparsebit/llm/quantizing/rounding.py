@@ -59,7 +59,9 @@ def round_weights(
 ) -> dict[str, RoundedLayer]:
     """Layers that read one input, by name, rounded together as rows; `take_moments`: these are overwritten."""
     if recipe.float_kind is not None:
-        return {name: _as_floats(weight, recipe, stored) for name, weight in weights.items()}
+        # vLLM joins these layers, and has one divisor of nvfp4 for them: with several it would compute wrong weights.
+        most = max(float(weight.detach().abs().max()) for weight in weights.values())
+        return {name: _as_floats(weight, recipe, stored, most) for name, weight in weights.items()}
     W = torch.cat([weight.detach().float() for weight in weights.values()])[None]
     size = {recipe.columns_per_scale(W.shape[-1], name) for name in weights}.pop()
     grid, rounding = _grid(W, recipe, size, stored), _rounding(recipe)
@@ -113,12 +115,14 @@ def _apart(
     }
 
 
-def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLayer:
+def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype, most: float) -> RoundedLayer:
     """Round to floats of 8 or 4 bits."""
     kind = recipe.float_kind
     assert kind is not None
     W, searches = weight.detach().float(), recipe.scale_search != "none"
-    floats, plain = (round_to_floats(weight, kind, search=search, stored=stored) for search in (searches, False))
+    floats, plain = (
+        round_to_floats(weight, kind, search=search, stored=stored, most=most) for search in (searches, False)
+    )
     errors = [(one.dequantize(torch.float32).to(W) - W).square().sum() / W.square().sum() for one in (floats, plain)]
     return RoundedLayer(floats, *map(float, errors))
 

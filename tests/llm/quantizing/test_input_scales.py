@@ -99,6 +99,7 @@ def test_ranges_by_hand(tmp_path: Path) -> None:
     [
         ({"method": "rtn", "activations": "int8"}, "without zero points are needed"),
         ({"method": "rtn", "bits": 8, "symmetric": True, "activations": "int8"}, "group_size=0"),
+        ({"bits": 8, "symmetric": True, "group_size": 0, "activations": "fp8"}, "give method='fp8'"),
         ({"method": "rtn", "activations": "nvfp4"}, "give method='nvfp4'"),
         ({"method": "nvfp4", "activations": "fp8"}, "allowed: float or nvfp4"),
         ({"method": "fp8", "activations": "float"}, "allowed: fp8 or fp8-static"),
