@@ -111,6 +111,28 @@ def test_recipes_that_no_server_runs(given: dict[str, Any], words: str) -> None:
         Recipe(**given)
 
 
+def test_transposed_layers(tmp_path: Path) -> None:
+    """GPT-2 has `Conv1D` layers; the check compares weights, since only Sparsebit reads them packed."""
+    model = tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4, n_positions=128)
+    folder = with_tokenizer(saved(model, tmp_path / "model"))
+    made = quantize(folder, tmp_path / "made", RECIPES["int8, int8 inputs"])
+    layers = [part for part in load(made.folder).modules() if isinstance(part, QuantLinear)]
+    assert len(layers) == 12 and all(layer.inputs is not None for layer in layers)
+
+
+def test_with_a_packed_cache(tmp_path: Path) -> None:
+    folder, calibration = source(tmp_path)
+    recipe = Recipe("rtn", 8, 0, True, "none", activations="int8-static", kv_cache="fp8")
+    made = quantize(folder, tmp_path / "made", recipe, calibration)
+    assert made.check is not None and made.check.difference < 1e-3
+
+
+def test_codes_in_bytes_are_counted_so(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path)
+    made = quantize(folder, tmp_path / "made", RECIPES["int4, int8 inputs"])
+    assert made.bits_per_weight == 8.5  # and a float16 scale for 32 columns
+
+
 def test_text_is_needed(tmp_path: Path) -> None:
     folder, _ = source(tmp_path)
     with pytest.raises(ConfigError, match="needs calibration text for its scales"):
