@@ -109,7 +109,7 @@ def float_layers(known: Known) -> Candidate | None:
 
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
-    """4-bit weights, rounded by GPTQ, then by reconstruction."""
+    """4-bit weights, rounded by GPTQ, then by reconstruction; without a graph of the whole model, to nearest."""
     if not known.wants_small or not _needs_fewer_bytes(known):
         return None
     done = known.of("four bits")
@@ -117,6 +117,9 @@ def four_bits(known: Known) -> Candidate | None:
         why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
         return Candidate("w4-gptq", why, Recipe(with_effort(known.study.low_bit_config, "good")))
     first = done[0]
+    if len(done) == 1 and first.cost is None:
+        why = f"{first.name} {_loss(first)}; rounding to nearest needs no graph of the whole model"
+        return Candidate("w4-nearest", why, Recipe(known.study.low_bit_config))
     is_enough = first.verdict == "within" and known.goal.prefer != "loss"
     if len(done) > 1 or first.selection is None or is_enough:  # reconstruction changes the loss, not the size
         return None
@@ -144,7 +147,7 @@ def mixed_bits(known: Known) -> Candidate | None:
     if share is None or not least < share < most:
         return None
     asked = _weights_of(four).asked_for(share)
-    config = known.study.bits_under(with_effort(known.study.low_bit_config, "good"), asked, bits)
+    config = known.study.bits_under(known.recipe(four).config, asked, bits)
     listed = " or ".join(map(str, bits))
     why = f"{four.name} {_loss(four)}; {listed} bits by how much each layer loses, at {share:.3f} of the float bytes"
     return Candidate(f"mixed-{share:.3f}", why, Recipe(config))

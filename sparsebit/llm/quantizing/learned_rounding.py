@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.execution.blocks.distances import squared_error
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.blocks.training import BlockTraining, ParameterGroup, mean_distance, squared_error, train_block
+from sparsebit.execution.blocks.training import BlockTraining, ParameterGroup, mean_distance, train_block
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.architectures import linears
 from sparsebit.llm.models.calibration_batches import IDS
