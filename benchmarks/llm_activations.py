@@ -45,11 +45,15 @@ SCHEMES: dict[str, Recipe] = {
     "W4A8 fp8, tokens": Recipe("gptq", **INT4, activations="fp8"),
     "W4A16 nvfp4": Recipe("nvfp4"),
     "W4A4 nvfp4": Recipe("nvfp4", activations="nvfp4"),
-    "W4A4 nvfp4, smooth": Recipe("nvfp4", activations="nvfp4", smooth=True),
+    "W4A16 nvfp4, compensate": Recipe("nvfp4", compensate=True),
+    "W4A4 nvfp4, compensate": Recipe("nvfp4", activations="nvfp4", compensate=True),
+    "W4A4 nvfp4, compensate, smooth": Recipe("nvfp4", activations="nvfp4", compensate=True, smooth=True),
     "W4A16 mxfp4": Recipe("mxfp4"),
     "W4A4 mxfp4": Recipe("mxfp4", activations="mxfp4"),
-    "W4A4 mxfp4, smooth": Recipe("mxfp4", activations="mxfp4", smooth=True),
-    "W4A4 mxfp4, rotated": Recipe("mxfp4", activations="mxfp4", rotate=True),
+    "W4A16 mxfp4, compensate": Recipe("mxfp4", compensate=True),
+    "W4A4 mxfp4, compensate": Recipe("mxfp4", activations="mxfp4", compensate=True),
+    "W4A4 mxfp4, compensate, smooth": Recipe("mxfp4", activations="mxfp4", compensate=True, smooth=True),
+    "W4A4 mxfp4, compensate, rotated": Recipe("mxfp4", activations="mxfp4", compensate=True, rotate=True),
 }
 
 

@@ -80,6 +80,17 @@ class FloatWeight:
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, qweight=self.qweight.to(device), scales=self.scales.to(device), divisor=divisor)
 
+    def scale_numbers(self) -> Tensor:
+        """The number by which each group is multiplied, `(out, groups)` in float32."""
+        scales = scale_values(self.scales, self.kind, torch.float32)
+        return scales if self.divisor is None else scales / self.divisor
+
+    def with_numbers(self, numbers: Tensor) -> FloatWeight:
+        """The same scales with other numbers of the format, `(out, in)`."""
+        if self.kind == "fp8":
+            return replace(self, qweight=numbers.to(torch.float8_e4m3fn).cpu())
+        return replace(self, qweight=pack_float4(float4_codes(numbers)).cpu())
+
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The values of some rows, `(rows, in)`, computed in `dtype`."""
         scales = scale_values(self.scales[rows], self.kind, dtype)

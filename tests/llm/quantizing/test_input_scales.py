@@ -27,6 +27,7 @@ RECIPES = {
     "mxfp4, mxfp4 inputs": Recipe("mxfp4", activations="mxfp4"),
     "int4, fp8 inputs": Recipe("rtn", 4, 32, True, "none", activations="fp8"),
     "int4 gptq, constant fp8 inputs": Recipe("gptq", 4, 32, True, activations="fp8-static"),
+    "nvfp4 by gptq, nvfp4 inputs": Recipe("nvfp4", activations="nvfp4", compensate=True),
     "int4 rotated, int8 inputs": Recipe("rtn", 4, 32, True, "none", rotate=True, activations="int8"),
 }
 
@@ -104,6 +105,8 @@ def test_ranges_by_hand(tmp_path: Path) -> None:
         ({"method": "nvfp4", "activations": "fp8"}, "allowed: float or nvfp4"),
         ({"method": "fp8", "activations": "float"}, "allowed: fp8 or fp8-static"),
         ({"smooth": True}, "with rounded activations"),
+        ({"compensate": True}, "it is for fp8, mxfp4 and nvfp4"),
+        ({"method": "mxfp4", "sweeps": 3}, "sweeps with method='mxfp4'"),
     ],
 )
 def test_recipes_that_no_server_runs(given: dict[str, Any], words: str) -> None:
