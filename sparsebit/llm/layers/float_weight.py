@@ -260,8 +260,8 @@ def scaled_product(x: Tensor, weight: FloatWeight, inputs: InputRounding) -> Ten
     """`x (..., in)` in bfloat16 rounded to float8, times the fp8 weight, summed in float32."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.out_features)
-    numbers, scale, _ = inputs.codes(x.reshape(-1, weight.in_features).float())
-    by_row = scale.expand(len(numbers), 1).contiguous(), weight.scales.t().float().contiguous()
+    numbers, scale = inputs.row_codes(x.reshape(-1, weight.in_features))
+    by_row = scale.contiguous(), weight.scales.t().float().contiguous()
     half = torch.bfloat16
     y: Tensor = torch._scaled_mm(numbers, weight.qweight.t(), scale_a=by_row[0], scale_b=by_row[1], out_dtype=half)
     return y.reshape(*x.shape[:-1], weight.out_features)

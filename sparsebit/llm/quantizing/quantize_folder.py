@@ -106,7 +106,7 @@ def quantize(
     """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
 
     `calibration`: text; for a model with images also batches of its processor, mappings of tensors with `input_ids`,
-    `pixel_values` and so on, without padding. Of such a model, the language part is quantized.
+    `pixel_values` and so on, without padding. The language part of such a model is quantized.
 
     `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
