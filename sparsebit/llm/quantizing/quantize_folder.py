@@ -37,6 +37,7 @@ from sparsebit.llm.models.architectures import (
     blocks_of,
     need_called_layers,
     need_loadable_layers,
+    reads_images,
 )
 from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
@@ -325,12 +326,11 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
 def _check_images(skeleton: Skeleton, job: _Job) -> None:
     """Raise for what is not there for models with images, or for calibration with images."""
     recipe, with_batches = job.recipe, not isinstance(job.calibration, Calibration | None)
-    sees = getattr(skeleton.model.config, "vision_config", None) is not None
     given = [name for name in ("rotate",) if getattr(recipe, name)]
     given += [f"kv_cache={recipe.kv_cache!r}"] if recipe.kv_cache != "float" else []
     given += ["mixed bits"] if recipe.is_mixed else []
     given += ["method='autoround'"] if recipe.method == "autoround" else []
-    if given and (sees or with_batches):
+    if given and (with_batches or reads_images(skeleton.model)):
         raise ConfigError(f"{', '.join(given)} with images: not supported; leave it out")
 
 
