@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.value_store import default_memory_budget
@@ -48,6 +49,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, num_windows
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
@@ -68,6 +70,7 @@ class QuantizedModel:
     mixed bits. `experts`: how each expert layer was calibrated, by name; empty if no text was needed.
     `scaled_inputs`: for `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
     and commit of a model of the hub. `calibration_windows`: how many windows came from each text, by its path.
+    `end_to_end`: of the training of all blocks together.
     """
 
     folder: Path
@@ -84,6 +87,7 @@ class QuantizedModel:
     scaled_inputs: Mapping[str, ScaledInput] = field(default_factory=dict)
     source: HubSource | None = None
     calibration_windows: Mapping[str, int] = field(default_factory=dict)
+    end_to_end: EndToEnd | None = None
 
 
 def quantize(
@@ -163,8 +167,9 @@ class _Job:
 def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedModel:
     """The part of `quantize` that all processes of torchrun do together."""
     recipe = job.recipe
-    if rank.count > 1 and recipe.method == "autoround":
-        raise ConfigError("method='autoround' in several processes: outputs of blocks are not exchanged; use one")
+    if rank.count > 1 and (recipe.learns or recipe.end_to_end):
+        given = f"method={recipe.method!r}" if recipe.learns else f"end_to_end={recipe.end_to_end}"
+        raise ConfigError(f"{given} in several processes: outputs of blocks are not exchanged; use one")
     origin = hub_source(job.source.path)
     partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
     skeleton = _checked_skeleton(job, partial, rank)
@@ -175,8 +180,9 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     need_embeddings(tokens, skeleton.model)
     need_positions(tokens.shape[1], skeleton.model)
     warn_of_few_tokens(blocks, tokens.numel(), recipe)
+    further = _further_tokens(job, skeleton)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, job.batch_size, job.memory_budget, rank)
-    settings = run.settings()
+    settings = run.settings(further)
     folder = rank.from_first(lambda: RunFolder(partial, settings).open())
     run.allocate(folder)
     numbers = range(run.walk.num_blocks)
@@ -184,6 +190,8 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     num_to_do = rank.from_first(lambda: max((n + 1 for n in numbers if not folder.file(n).is_file()), default=0))
     for number in track(numbers, "quantizing blocks"):
         run.block(number, folder, is_run=number < num_to_do)
+    if further is not None:
+        run.train(folder, further)
     checked = rank.from_first(lambda: _write(job, run, folder, origin))
     packed_bytes = rank.from_first(lambda: _num_bytes(ModelFolder(job.target)))
     return QuantizedModel(
@@ -196,6 +204,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
         scaled_inputs=run.scaled_inputs,
         source=origin,
         calibration_windows=drawn.shares,
+        end_to_end=run.trained,
     )
 
 
@@ -264,8 +273,9 @@ def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
     """Raise for types in which a method does not compute hidden states."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
-    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
+    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed or recipe.end_to_end):
         given = "mixed bits" if recipe.is_mixed else f"method={recipe.method!r}"
+        given = f"end_to_end={recipe.end_to_end}" if recipe.end_to_end else given
         raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
 
 
@@ -289,6 +299,27 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
         seed=calibration.seed,
         chat_template=calibration.chat_template,
     )
+
+
+def _further_tokens(job: _Job, skeleton: Skeleton) -> Tensor | None:
+    """The windows of the training end to end: as many as its steps read, if the text has them."""
+    calibration, steps = job.calibration, job.recipe.end_to_end
+    if not steps:
+        return None
+    if calibration is None:
+        raise ConfigError(f"end_to_end={steps} needs calibration text: give some")
+    tokenizer = load_tokenizer(skeleton.folder.path, trust_remote_code=job.trust_remote_code)
+    drawn = draw_windows(
+        *(calibration.texts, tokenizer),
+        num_samples=num_windows(steps, job.batch_size),
+        length=calibration.length,
+        widest=0,
+        seed=calibration.seed,
+        chat_template=calibration.chat_template,
+        is_limit=True,
+    )
+    need_embeddings(drawn.tokens, skeleton.model)
+    return drawn.tokens
 
 
 def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:

@@ -65,7 +65,7 @@ def round_weights(
     grid, rounding = _grid(W, recipe, size, stored), _rounding(recipe)
     H, cross = _second_moments(moments, W, take=take_moments)
     energy = ((W @ H.to(W)) * W).sum(-1)[0]  # the mean square of each output
-    if recipe.method == "gptq":
+    if recipe.uses_gptq:
         # The weight for the float model's inputs; see `gptq_target_math.target_weight`.
         correction = None if cross is None else W.to(H) @ cross.sub_(H)
         del cross
@@ -137,7 +137,7 @@ def row_losses(weight: Tensor, moments: InputMoments, recipe: Recipe, name: str,
     size = recipe.columns_per_scale(weight.shape[1], name)
     W = weight.detach().float()[None]
     H, grid = moments.hessian(), _grid(W, recipe, size, stored)
-    round_ = quantize if recipe.method == "gptq" else round_nearest
+    round_ = quantize if recipe.uses_gptq else round_nearest
     return round_(W, H, grid, _rounding(recipe)).loss[0].double().cpu()
 
 
