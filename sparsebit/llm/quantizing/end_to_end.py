@@ -211,7 +211,7 @@ class EndToEndTraining:
         """The mean over the tokens of a batch, and its gradient; logits of one window are in memory at a time."""
         tokens = self.walk.batches[index].to(self.device)
         target = self.walk.store.get(("float", index))
-        total, gradients = 0.0, []
+        total, gradients = 0.0, list[Tensor]()
         for row in range(len(tokens)):
             own, one = slice(row, row + 1), hidden[row : row + 1].detach().requires_grad_(backward)
             with torch.no_grad():

@@ -78,8 +78,5 @@ class LearnedBlock:
         self._open.close()
 
     def _groups(self, rate: float = 1.0) -> list[ParameterGroup]:
-        return [
-            group
-            for layer in self.layers.values()
-            for group in layer.latent_groups(*(rate * one for one in self.rates))
-        ]
+        rates = (rate * self.rates[0], rate * self.rates[1])
+        return [group for layer in self.layers.values() for group in layer.latent_groups(rates)]

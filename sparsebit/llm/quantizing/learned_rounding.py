@@ -62,16 +62,16 @@ class LearnedLayer:
     def groups(self, steps: int) -> list[ParameterGroup]:
         """For a training of a block that takes so many steps."""
         if self.learned.kind == "latent":
-            return self.latent_groups(*LATENT_RATES, "cosine")
+            return self.latent_groups(LATENT_RATES, "cosine")
         lr = 1 / steps
         ranges = ParameterGroup(tuple(self.learned.factors), lr, "linear", signed=True, lowest=_NARROWEST, highest=1.0)
         return [ParameterGroup((self.learned.v,), lr, "linear", signed=True), ranges]
 
-    def latent_groups(self, lr_codes: float, lr_ranges: float, decay: Decay = "constant") -> list[ParameterGroup]:
-        """For latent weights, with learning rates in steps of the grid and in shares of the range."""
-        bounds = {"lowest": _NARROWEST_LATENT, "highest": _WIDEST}
-        ranges = ParameterGroup(tuple(self.learned.factors), lr_ranges, decay, **bounds)
-        return [ParameterGroup((self.learned.v,), lr_codes, decay), ranges]
+    def latent_groups(self, rates: tuple[float, float], decay: Decay = "constant") -> list[ParameterGroup]:
+        """For latent weights; `rates`: as `LATENT_RATES`."""
+        factors = tuple(self.learned.factors)
+        ranges = ParameterGroup(factors, rates[1], decay, lowest=_NARROWEST_LATENT, highest=_WIDEST)
+        return [ParameterGroup((self.learned.v,), rates[0], decay), ranges]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """All that is learned, by names that begin with `name`."""
