@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -175,7 +176,7 @@ class EndToEndTraining:
         rate = min((step + 1) / max(_WARM_UP * self.steps, 1), 1.0) * decayed("cosine", step / self.steps)
         inputs = self._forward(index)
         loss, gradient = self._divergence(index, inputs.pop(), backward=True)
-        if not loss == loss or gradient is None:
+        if not math.isfinite(loss) or gradient is None:
             raise CalibrationError(f"step {step} of the end-to-end training: the divergence is {loss}")
         for number in range(len(self.blocks) - 1, -1, -1):
             block, state = self.blocks[number], self._take(number)
