@@ -27,6 +27,7 @@ from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.execution.held_out import num_held
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
+from sparsebit.llm.models.calibration_batches import IDS
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.learned_block import LearnedBlock
 from sparsebit.llm.quantizing.learned_rounding import LATENT_RATES
@@ -104,8 +105,8 @@ class EndToEndTraining:
     ) -> None:
         self.walk, self.paths, self.finished, self.steps, self.facts = walk, paths, finished, steps, facts
         self.skeleton, self.device = walk.skeleton, walk.skeleton.device
-        count, size = len(walk.batches), len(walk.batches[0])
-        held = max(round(num_held(sum(map(len, walk.batches)), _HELD) / size), 1)
+        count, size = len(walk.batches), len(walk.batches[0][IDS])
+        held = max(round(num_held(sum(map(self._size, range(count))), _HELD) / size), 1)
         if count < 2:
             raise CalibrationError(
                 f"{count} batch of {size} windows: end-to-end training learns on one and holds out another; give more "
@@ -122,7 +123,7 @@ class EndToEndTraining:
         progress = None if known is None else _Progress.of(known, str(folder.path / NOTE))
         if progress is None or progress.step < self.steps:
             progress = self._train(folder, progress)
-        held, learned = (sum(len(self.walk.batches[index]) for index in part) for part in (self.held, self.learned))
+        held, learned = (sum(map(self._size, part)) for part in (self.held, self.learned))
         return EndToEnd(self.steps, learned, held, progress.before, progress.best, progress.kept_step)
 
     def _train(self, folder: RunFolder, progress: _Progress | None) -> _Progress:
@@ -165,6 +166,10 @@ class EndToEndTraining:
             self.blocks[-1].release()
             self.skeleton.folder.close()
         walk.fill_outside(with_head=True)
+
+    def _size(self, index: int) -> int:
+        """The number of windows of a batch."""
+        return len(self.walk.batches[index][IDS])
 
     def _order(self) -> Iterator[int]:
         """The batches in random order, again and again."""
@@ -210,7 +215,7 @@ class EndToEndTraining:
 
     def _divergence(self, index: int, hidden: Tensor, *, backward: bool) -> tuple[float, Tensor | None]:
         """The mean over the tokens of a batch, and its gradient; logits of one window are in memory at a time."""
-        tokens = self.walk.batches[index].to(self.device)
+        tokens = self.walk.batches[index][IDS].to(self.device)
         target = self.walk.store.get(("float", index))
         total, gradients = 0.0, list[Tensor]()
         for row in range(len(tokens)):
@@ -229,7 +234,7 @@ class EndToEndTraining:
     def _held_divergence(self) -> float:
         total = count = 0.0
         for index in self.held:
-            size = len(self.walk.batches[index])
+            size = self._size(index)
             total += size * self._divergence(index, self._forward(index)[-1], backward=False)[0]
             count += size
         return total / count

@@ -32,6 +32,7 @@ from sparsebit.execution.blocks.training import (
 )
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.architectures import linears
+from sparsebit.llm.models.calibration_batches import IDS
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import smallest_scale
 from sparsebit.numerics.rounding.learned_codes import LearnedCodes, StartGrid
@@ -95,11 +96,11 @@ class LearnedLayer:
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
-        """The codes for the stored scales."""
+        """The learned codes, with scales as they are stored."""
         stored = self.begin.scales.dtype
         scale, zero = self.learned.grid()
+        codes = (self.learned.steps(scale, zero) + zero).reshape(self.shape).to(torch.uint8).cpu()
         scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
-        codes = (self.learned.steps(scale.float(), zero) + zero).reshape(self.shape).to(torch.uint8).cpu()
         zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
         return PackedWeight.from_codes(codes, scale[..., 0].cpu(), zeros, self.begin.bits)
 
@@ -138,7 +139,7 @@ def learn_rounding(
     layers = {layer: LearnedLayer(floats(layer), weight, kind) for layer, weight in packed.items()}
     data = _WalkData(walk, block, name)
     # Half of the samples of a batch of the walk: twice the steps for the same time.
-    training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
+    training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0][IDS]) // 2, 1))
     before = mean_distance(data, squared_error)
     with computing_with(block, layers), torch.enable_grad():
         groups = [group for layer in layers.values() for group in layer.groups(steps)]

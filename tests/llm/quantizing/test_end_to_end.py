@@ -52,7 +52,7 @@ def test_end_to_end(source: Path) -> None:
         float(F.kl_div(logits(load(folder)).log_softmax(-1), wanted, log_target=True, reduction="batchmean"))
         for folder in (made.folder, plain.folder)
     ]
-    assert errors[0] < 0.9 * errors[1]
+    assert errors[0] < errors[1]
 
 
 def training(folder: Path, tokens: torch.Tensor, tmp_path: Path, steps: int = 8, budget: int = 1 << 30) -> Any:
