@@ -3,14 +3,16 @@
 Chen et al., "EfficientQAT" (2024), section 3.3, trains scales end to end; here codes, scales and zero points learn,
 and the loss is the divergence from the float model's predictions, so the text needs no labels. As in the walk, one
 block computes at a time: a step runs forward through all blocks and keeps their inputs, then backward, computing each
-block again, and each block takes its step of Adam at once. A store keeps the state of the others on the device, on the
-host or on disk. The float model runs once, before: its last hidden states are kept, one for each token.
+block again unless the graphs of all fit into the memory budget, and each block takes its step of Adam at once. A store
+keeps the state of the others on the device, on the host or on disk. The float model runs once, before: its last hidden
+states are kept, one for each token.
 
 Held-out windows decide: the result is the state with the smallest divergence on them, or the start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -72,6 +74,16 @@ class _Progress:
             raise CheckpointError(f"{where} is damaged ({error!r}); remove its folder to begin anew") from None
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A block's output for a batch, and what it follows from; `state`: its tensors are the parameters."""
+
+    state: dict[str, Tensor]
+    parameters: list[Tensor]
+    hidden: Tensor
+    output: Tensor
+
+
 def num_windows(steps: int, batch_size: int) -> int:
     """The most windows of text that the training uses: each one once, and the held-out ones."""
     wanted = steps * batch_size
@@ -116,6 +128,7 @@ class EndToEndTraining:
         self.blocks: list[LearnedBlock] = []
         free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else 0
         self.states = SharedData(device_bytes=free, host_bytes=walk.memory_budget)
+        self._keeps_graphs: bool | None = None  # decided by the first pass
 
     def run(self, folder: RunFolder) -> EndToEnd:
         """Train, or continue; the results are parts of the folder (`result_part`)."""
@@ -179,29 +192,64 @@ class EndToEndTraining:
 
     def _step(self, step: int, index: int) -> float:
         rate = min((step + 1) / max(_WARM_UP * self.steps, 1), 1.0) * decayed("cosine", step / self.steps)
-        inputs = self._forward(index)
+        passes: list[_Pass] = []
+        if self._keeps_graphs:
+            for number in range(len(self.blocks)):
+                passes.append(self._pass(number, index, passes[-1].output if passes else self._first(index)))
+            inputs = [passes[-1].output]
+        else:
+            inputs = self._forward(index)
         loss, gradient = self._divergence(index, inputs.pop(), backward=True)
         if not math.isfinite(loss) or gradient is None:
             raise CalibrationError(f"step {step} of the end-to-end training: the divergence is {loss}")
         for number in range(len(self.blocks) - 1, -1, -1):
-            block, state = self.blocks[number], self._take(number)
-            hidden = inputs.pop().requires_grad_(number > 0)
-            parameters = block.parameters()
-            with torch.enable_grad():
-                output = self.walk.run(block.block, number, index, hidden)
-            wanted = [hidden, *parameters] if number else parameters
-            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            one = passes.pop() if passes else self._pass(number, index, inputs.pop())
+            wanted = [one.hidden, *one.parameters] if number else one.parameters
+            found = torch.autograd.grad(one.output, wanted, gradient, allow_unused=True)
             gradient = found[0] if number else None
-            block.step(state, found[-len(parameters) :], step, rate)
-            del output, found
-            self.states.put(number, state)
-            block.release()
+            self.blocks[number].step(one.state, found[-len(one.parameters) :], step, rate)
+            self.states.put(number, one.state)
+            self.blocks[number].release()
+            del one, found, wanted
         return loss
+
+    def _first(self, index: int) -> Tensor:
+        """The input of the first block."""
+        hidden: Tensor = self.walk.store.get(("first", index))
+        return hidden
+
+    def _pass(self, number: int, index: int, hidden: Tensor) -> _Pass:
+        """Run a block for a batch, connected by autograd."""
+        state, block = self._take(number), self.blocks[number]
+        hidden = hidden.detach().requires_grad_(number > 0)
+        sizes: dict[int, int] = {}
+
+        def measured(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        is_first = self._keeps_graphs is None
+        hooks = torch.autograd.graph.saved_tensors_hooks(measured, lambda tensor: tensor)
+        with torch.enable_grad(), hooks if is_first else contextlib.nullcontext():
+            output = self.walk.run(block.block, number, index, hidden)
+        if is_first:
+            self._keeps_graphs = sum(sizes.values()) * len(self.blocks) <= self._free_bytes()
+        return _Pass(state, block.parameters(), hidden, output)
+
+    def _free_bytes(self) -> int:
+        """Room for the graphs of all blocks, which saves computing each block again; 0 if not even the states fit."""
+        if self.device.type == "cuda":
+            return (
+                0 if self.states.host_bytes or self.states.disk_bytes else torch.cuda.mem_get_info(self.device)[0] // 2
+            )
+        used = self.walk.store.host_bytes + self.states.host_bytes
+        return 0 if self.states.disk_bytes else self.walk.memory_budget - used
 
     @torch.no_grad()
     def _forward(self, index: int) -> list[Tensor]:
         """The inputs of all blocks for a batch, and the output of the last one."""
-        hidden = [self.walk.store.get(("first", index))]
+        hidden = [self._first(index)]
         for number, block in enumerate(self.blocks):
             self._take(number)
             hidden.append(self.walk.run(block.block, number, index, hidden[-1]))
