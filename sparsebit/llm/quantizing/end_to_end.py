@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.errors import CalibrationError, CheckpointError
+from sparsebit.errors import CalibrationError, CheckpointError, ConfigError
 from sparsebit.execution.blocks.training import decayed
 from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.execution.held_out import num_held
@@ -90,6 +90,15 @@ def num_windows(steps: int, batch_size: int) -> int:
     return wanted + num_held(wanted, _HELD)
 
 
+def need_two_batches(tokens: Tensor, batch_size: int) -> None:
+    """Raise for text that is too short to learn on one batch and hold out another."""
+    if len(tokens) <= batch_size:
+        raise ConfigError(
+            f"{len(tokens)} windows of text in batches of {batch_size}: end-to-end training learns on one batch and "
+            "holds out another; give more text, or a smaller batch size"
+        )
+
+
 def result_part(number: int, num_blocks: int, steps: int, kept_step: int) -> int:
     """The part of the run's folder with block `number` as it was after `kept_step` steps."""
     return num_blocks * (1 + checks(steps).index(kept_step)) + number
@@ -119,11 +128,6 @@ class EndToEndTraining:
         self.skeleton, self.device = walk.skeleton, walk.skeleton.device
         count, size = len(walk.batches), len(walk.batches[0][IDS])
         held = max(round(num_held(sum(map(self._size, range(count))), _HELD) / size), 1)
-        if count < 2:
-            raise CalibrationError(
-                f"{count} batch of {size} windows: end-to-end training learns on one and holds out another; give more "
-                "text, or a smaller batch size"
-            )
         self.learned, self.held = range(count - held), range(count - held, count)
         self.blocks: list[LearnedBlock] = []
         free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else 0

@@ -51,7 +51,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
-from sparsebit.llm.quantizing.end_to_end import EndToEnd, num_windows
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, need_two_batches, num_windows
 from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
@@ -336,6 +336,7 @@ def _further_tokens(job: _Job, skeleton: Skeleton) -> Tensor | None:
         is_limit=True,
     )
     need_embeddings(drawn.tokens, skeleton.model)
+    need_two_batches(drawn.tokens, job.batch_size)
     return drawn.tokens
 
 

@@ -155,3 +155,47 @@ def test_wrong_options_are_refused(source: Path) -> None:
         quantize(source, source.parent / "packed", RECIPE)
     with pytest.raises(ConfigError, match="end_to_end=24: these compute in float32"):
         quantize(source, source.parent / "packed", RECIPE, calibration(source), dtype=torch.bfloat16)
+
+
+MIXTRAL = {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "dtype", "changes"),
+    [
+        ("mixtral", MIXTRAL, torch.float16, {"symmetric": True}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, torch.float16, {}),
+        ("gemma2", {}, torch.bfloat16, {"bits": 3}),
+        ("opt", {}, torch.float32, {"group_size": 0}),
+        ("llama", SMALL, torch.float16, {"method": "awq", "scale_search": "nearest"}),
+        ("llama", SMALL, torch.float16, {"method": "gptq", "scale_search": "nearest", "rotate": True}),
+        ("llama", {**SMALL, "num_hidden_layers": 1}, torch.float16, {"bits": 8, "method": "efficientqat", "steps": 3}),
+    ],
+    ids=["experts", "transposed", "bfloat16", "rows", "awq", "rotated", "one block"],
+)
+def test_other_models_and_methods(
+    model_type: str, sizes: dict[str, Any], dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """The folder is what the readers compute, and what was measured on held-out text."""
+    pytest.importorskip("compressed_tensors")
+    write_text(tmp_path / "text.txt")
+    source = with_tokenizer(saved(tiny_model(model_type, **sizes), tmp_path / "model", dtype=dtype))
+    recipe = replace(RECIPE, **changes, end_to_end=12)
+    with torch.random.fork_rng():
+        made = quantize(source, tmp_path / "packed", recipe, calibration(source))
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert made.end_to_end is not None and made.end_to_end.after <= made.end_to_end.before
+    if model_type != "gpt2":
+        plain = quantize(source, tmp_path / "plain", replace(recipe, end_to_end=0), calibration(source), check=False)
+        is_other = not torch.equal(logits(load(made.folder)), logits(load(plain.folder)))
+        assert is_other == bool(made.end_to_end.kept_step)
+
+
+def test_a_text_of_one_batch_is_an_error(source: Path) -> None:
+    (source.parent / "text.txt").write_text("ab" * 60)  # 5 windows of 24
+    short = Calibration(source.parent / "text.txt", num_samples=4, length=24)
+    with pytest.raises(
+        ConfigError, match="5 windows of text in batches of 8: .* learns on one batch and holds out another"
+    ):
+        quantize(source, source.parent / "packed", RECIPE, short, check=False, batch_size=8)
