@@ -45,25 +45,7 @@ import torchvision_shim
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--formats", nargs="+", default=["4g128", "3g128", "2g64"], help="BITSgGROUP, e.g. 4g128")
-    parser.add_argument("--methods", nargs="*", default=["rtn", "gptq"], help="those of Recipe")
-    parser.add_argument(
-        "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
-    )
-    parser.add_argument("--steps", type=int, default=200, help="of autoround and auto-round, for each block")
-    parser.add_argument("--end-to-end", type=int, default=0, help="steps of training all blocks together")
-    parser.add_argument("--mixed-group", type=int, default=128, help="the group size of mixed bits")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--record", type=Path, help="a file of JSON lines")
-    parser.add_argument("--rotate", action="store_true", help="also: each recipe with rotated hidden states")
-    parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
-    parser.add_argument("--peers", nargs="*", default=[], help="torchao, llm-compressor, auto-round")
-    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PEER=PYTHON", help="this one")
-    parser.add_argument("--num-samples", type=int, default=64)
-    parser.add_argument("--num-windows", type=int, default=60)
-    options = parser.parse_args()
+    options = given()
     torchvision_shim.install()  # transformers imports torchvision where it is installed
     from transformers import AutoTokenizer
 
@@ -88,7 +70,8 @@ def main() -> None:
     for number, recipe in enumerate(recipes_of(options)):
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
-            made = quantize(source, Path(folder) / "packed", recipe, calibration, device=options.device)
+            how = {"device": options.device, "check": not options.no_check}
+            made = quantize(source, Path(folder) / "packed", recipe, calibration, **how)
             seconds = time.process_time() - started
             packed = load(made.folder, device=options.device)
             found = perplexity(packed, heldout).value
@@ -108,6 +91,29 @@ def main() -> None:
             record |= {"float": floats, "perplexity": found, "bits_per_weight": made.bits_per_weight}
             record |= {"end_to_end": trained, "cpu_seconds": round(seconds), "seconds": round(made.seconds)}
             emit({**record, "threads": options.threads, "device": options.device}, options.record)
+
+
+def given() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=["4g128", "3g128", "2g64"], help="BITSgGROUP, e.g. 4g128")
+    parser.add_argument("--methods", nargs="*", default=["rtn", "gptq"], help="those of Recipe")
+    parser.add_argument(
+        "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of autoround and auto-round, for each block")
+    parser.add_argument("--end-to-end", type=int, default=0, help="steps of training all blocks together")
+    parser.add_argument("--mixed-group", type=int, default=128, help="the group size of mixed bits")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-check", action="store_true", help="where compressed-tensors is not installed")
+    parser.add_argument("--record", type=Path, help="a file of JSON lines")
+    parser.add_argument("--rotate", action="store_true", help="also: each recipe with rotated hidden states")
+    parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
+    parser.add_argument("--peers", nargs="*", default=[], help="torchao, llm-compressor, auto-round")
+    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PEER=PYTHON", help="this one")
+    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--num-windows", type=int, default=60)
+    return parser.parse_args()
 
 
 def recipes_of(options: argparse.Namespace) -> list[Recipe]:
