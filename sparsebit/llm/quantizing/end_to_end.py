@@ -59,7 +59,7 @@ class EndToEnd:
 
 @dataclass
 class _Progress:
-    """What a run that continues needs besides the tensors."""
+    """The state of a run, besides its tensors."""
 
     step: int = 0
     before: float = 0.0

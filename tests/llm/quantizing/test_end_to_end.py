@@ -12,12 +12,14 @@ import torch.nn.functional as F
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm import Calibration, Recipe, load, quantize
-from sparsebit.llm.models.architectures import linears
+from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
+from sparsebit.llm.models.architectures import architecture_of, linears
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.quantizing import end_to_end
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.end_to_end import EndToEndTraining, checks
+from sparsebit.llm.quantizing.learned_block import LearnedBlock
 from tests.llm.quantizing.test_quantize_folder import contents, logits
 from tests.llm.tiny_models import loaded, saved, stopped_after, tiny_model, with_tokenizer, write_text
 
@@ -59,9 +61,6 @@ def training(folder: Path, tokens: torch.Tensor, tmp_path: Path, steps: int = 8,
     """A training of the blocks of a model that were rounded to nearest, and its run's folder."""
     made = quantize(folder, tmp_path / "start", replace(RECIPE, end_to_end=0), check=False)
     packed, skeleton = load(made.folder), Skeleton(ModelFolder(folder))
-    from sparsebit.llm.checkpoint.packed_folder import FinishedBlock
-    from sparsebit.llm.models.architectures import architecture_of
-
     row = architecture_of(skeleton.model)
     walk = BlockWalk(skeleton, row, tokens, with_float=False, batch_size=2, memory_budget=budget)
     paths = [f"{row.blocks}.{number}" for number in range(walk.num_blocks)]
@@ -86,9 +85,7 @@ def test_gradients_are_those_of_the_whole_model(
     found, packed = training(source, TOKENS, tmp_path)
     found._prepare()
     seen: dict[int, Any] = {}
-    monkeypatch.setattr(
-        end_to_end.LearnedBlock, "step", lambda block, _, gradients, *__: seen.update({id(block): gradients})
-    )
+    monkeypatch.setattr(LearnedBlock, "step", lambda block, _, gradients, *__: seen.update({id(block): gradients}))
     loss = found._step(0, 0)
     for number in range(len(found.blocks)):
         found._take(number)
