@@ -224,8 +224,8 @@ def _trained(found: EndToEnd | None) -> str:
     if found is None:
         return ""
     change = f"divergence from the float model {found.before:.3f} to {found.after:.3f} nats"
-    kept = f"after {found.kept_step} of {found.steps} steps" if found.kept_step else "no better: not kept"
-    return f"{change} on {found.num_held} held-out windows, {kept}"
+    kept = f"after {found.kept_step} of {found.steps} steps" if found.kept_step else "not kept, after training"
+    return f"{change} on {found.num_held} held-out windows, {kept} on {found.num_windows} others"
 
 
 def _next(target: str, made: QuantizedModel) -> str:
