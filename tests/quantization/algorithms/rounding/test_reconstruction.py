@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.blocks.captured_step import CapturedStep
 from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
@@ -445,6 +446,22 @@ def test_a_hopeless_training_of_the_network_ends_early(monkeypatch: pytest.Monke
     found = reconstruct(qmodel, data, method="distill", views=0, lr=5.0, **QUICK)
     assert len(steps) == 20 and not found["network"].is_kept
     assert all(torch.equal(before[name], tensor) for name, tensor in qmodel.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_the_network_on_a_gpu_with_and_without_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floats of both differ in their last bits only."""
+    config, data = CONFIG.replace("cpu", "cuda"), [x.cuda() for x in batches()]
+    options: dict[str, Any] = {"views": 0, "patched": 0.5, "features": 1.0, "steps": 6, "batch_size": 12, "lr": 0.001}
+    found = []
+    for is_captured in (True, False):
+        qmodel = tiny.calibrated(float_model().cuda(), data, config, example_inputs=data[0])
+        with monkeypatch.context() as patch:
+            if not is_captured:
+                patch.setattr(CapturedStep, "_capture", lambda *_: None)
+            found.append(reconstruct(qmodel, data, method="distill", **options)["network"])
+    assert found[0].held_after == pytest.approx(found[1].held_after, rel=0.02)
+    assert found[0].held_after != found[0].held_before
 
 
 def test_fisher_information_of_low_rank() -> None:
