@@ -464,6 +464,27 @@ def test_the_network_on_a_gpu_with_and_without_a_captured_step(monkeypatch: pyte
     assert found[0].held_after != found[0].held_before
 
 
+def test_sizes_between_blocks_are_not_compared() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.one(x))
+            count = x.shape[0]
+            return self.head(torch.relu(self.two(x)).reshape(count, -1))
+
+    torch.manual_seed(0)
+    data = batches()
+    qmodel = calibrated(Sized().eval(), data)
+    seen: list[int] = []
+    qmodel.visit_blocks(data, lambda block: seen.extend(type(v) is int for v in block.inputs[0]))
+    assert any(seen)  # otherwise this tests nothing
+    options: dict[str, Any] = {"views": 0, "features": 1.0, "lr": 0.001}
+    assert set(reconstruct(qmodel, data, method="distill", **options, **QUICK)) == {"network"}
+
+
 def test_fisher_information_of_low_rank() -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data)
