@@ -57,7 +57,7 @@ class Comparison:
         count = self.num_outputs
         found = self._of_outputs(outputs[:count], targets[:count], extras)
         pairs = zip(outputs[count:], targets[count:], strict=True)
-        inner = [squared_error((output,), (target,)) for output, target in pairs if _has_float(target)]
+        inner = [squared_error((output,), (target,)) for output, target in pairs if has_float(target)]
         if inner:
             found = found + self.matching.features * torch.stack(inner).mean()
         return found / max(self.before, 1e-12)
@@ -69,7 +69,7 @@ class Comparison:
         return (found + directed_error(outputs, targets, extras)) / 2 if self.matching.rank else found
 
 
-def _has_float(value: Any) -> bool:
+def has_float(value: Any) -> bool:
     """Whether there is something to compare: sizes cross the borders of blocks too."""
     return any(tensor.is_floating_point() for tensor in tensors_of(value))
 

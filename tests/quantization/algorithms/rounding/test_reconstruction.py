@@ -485,6 +485,35 @@ def test_sizes_between_blocks_are_not_compared() -> None:
     assert set(reconstruct(qmodel, data, method="distill", **options, **QUICK)) == {"network"}
 
 
+def test_a_network_that_answers_with_classes_alone_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Classes(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(1)
+
+    torch.manual_seed(0)
+    data = batches(1)
+    qmodel = calibrated(Classes().eval(), data)
+    assert reconstruct(qmodel, data, method="distill", views=0, **QUICK) == {}
+    assert "network: it has no float output to compare" in caplog.text
+
+
+def test_views_that_the_network_cannot_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Zeros move in with a shifted image: their logarithm is infinite. The result is that of before."""
+
+    class Logarithms(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.log())
+
+    torch.manual_seed(0)
+    data = [x + 0.1 for x in batches()]
+    qmodel = calibrated(Logarithms().eval(), data)
+    start = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    found = reconstruct(qmodel, data, method="distill", views=0, **QUICK)
+    assert not found["network"].is_kept and "network is unchanged" in caplog.text
+    assert all(torch.equal(start[name], tensor) for name, tensor in qmodel.state_dict().items())
+    check_weights_hold_their_values(qmodel)
+
+
 def test_fisher_information_of_low_rank() -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data)
