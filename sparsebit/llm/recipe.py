@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from sparsebit.errors import ConfigError
 from sparsebit.llm.caching.cache_kinds import CACHE_KINDS, CALIBRATED, CacheKind
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
+from sparsebit.llm.layers.input_kinds import ACTIVATIONS, SCHEMES, Activations, InputFormat
 from sparsebit.option_fields import check_options, option
 
 Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
@@ -74,6 +75,11 @@ class Recipe:
 
     `kv_cache`: the number format of cached keys and values. "int8" and "fp8" have constant scales from calibration
     text, in one for each head or each layer (`kv_scales`), which servers read; "int4" has a scale for 32 numbers.
+
+    `activations`: the number format of the layers' inputs. None: fp8 for fp8 weights, else float. "int8" and "fp8" have
+    a scale for each token, the static ones one scale from calibration text; "nvfp4" and "mxfp4" are for weights of the
+    same format. `smooth`: channels of inputs with large values are scaled down and those of weights up, as far as this
+    makes the error of the output smaller and the factor can be folded exactly (SmoothQuant, with a searched strength).
     """
 
     method: Method = option(
@@ -111,6 +117,11 @@ class Recipe:
         "head", "int8, fp8 cache: a scale for each head or layer.", choices=get_args(CacheScales), panel=_TUNE
     )
 
+    activations: Activations | None = option(
+        None, f"Inputs of layers: {', '.join(ACTIVATIONS)}.", choices=ACTIVATIONS, metavar="KIND"
+    )
+    smooth: bool = option(False, "Move large values of inputs into the weights, where it helps.", panel=_TUNE)
+
     def __post_init__(self) -> None:
         check_options(self)
         changed = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
@@ -133,10 +144,35 @@ class Recipe:
             ("steps" in changed and self.method != "autoround", f"steps with {given}: these are of autoround"),
             (of_gptq, f"{', '.join(of_gptq)} with {given}: these are options of gptq; leave them out"),
             ("kv_scales" in changed and not self.calibrates_cache, f"kv_scales with {cache}: it is for int8 and fp8"),
+            (self._input_problem(), f"activations={self.activations!r} with {given}: {self._input_problem()}"),
+            (self.smooth and self.activations in (None, "float"), "smooth=True: allowed: with rounded activations"),
+            (self.smooth and self.method == "awq", f"smooth=True with {given}: awq scales channels itself; use gptq"),
             (searches, f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"),
         ):
             if is_wrong:
                 raise ConfigError(text)
+
+    def _input_problem(self) -> str | None:
+        """Why the recipe's weights do not go with its activations in any server; None if they do."""
+        wanted, kind = self.activations, self.float_kind
+        if wanted is None or (wanted == "float" and kind != "fp8"):
+            return None
+        if kind is not None:
+            allowed = ("fp8", "fp8-static") if kind == "fp8" else ("float", kind)
+            return None if wanted in allowed else f"allowed: {' or '.join(allowed)}"
+        if wanted in FLOAT_KINDS and wanted != "fp8":
+            return f"these need weights of the same format; give method={wanted!r}"
+        if not self.symmetric or self.is_mixed or self.bits not in (4, 8):
+            return "weights of 4 or 8 bits without zero points are needed; give bits=4 or 8, symmetric=True"
+        if self.bits == 8 and self.group_size:
+            return f"group_size={self.group_size} with bits=8: products of 8 bits need one scale per row; group_size=0"
+        return None
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """How the inputs of layers are rounded; None: as usual for the weights (fp8: for each token; others: not)."""
+        is_usual = self.activations is None or (self.method, self.activations) == ("fp8", "fp8")
+        return None if is_usual else SCHEMES.get(self.activations or "float")
 
     @property
     def columns_in_group(self) -> int:
@@ -159,11 +195,16 @@ class Recipe:
     def without_text(self) -> Recipe:
         """The recipe of a layer without enough text: nearest, with the smallest error of the weights."""
         search: ScaleSearch = "none" if self.scale_search == "none" else "nearest"
-        return Recipe("rtn", self.bits, self.group_size, self.symmetric, search)
+        return Recipe("rtn", self.bits, self.group_size, self.symmetric, search, activations=self.activations)
 
     @property
     def needs_text(self) -> bool:
         """Whether calibration text has any effect."""
+        return self.needs_moments or self.smooth
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether weights are rounded by second moments of their inputs."""
         searches = self.method != "rtn" or self.scale_search != "none" or self.is_mixed
         return self.float_kind is None and searches
 

@@ -6,6 +6,8 @@ magnitude (bits 0 to 2). Two codes share a byte, the one of the even column in i
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,12 @@ LARGEST_FLOAT4 = MAGNITUDES[-1]
 
 def float4_codes(x: Tensor) -> Tensor:
     """The codes of the nearest numbers, uint8; values beyond the largest become the largest, halves go to even."""
-    table = torch.tensor(MAGNITUDES, dtype=x.dtype, device=x.device)
-    borders = (table[1:] + table[:-1]) / 2
-    size = x.abs()
-    index = torch.bucketize(size, borders)  # at a border: the lower index
-    # Halfway between two numbers the one with an even index is taken, as hardware rounds.
-    is_half = torch.isin(size, borders) & (index % 2 == 1)
-    return ((index + is_half) | (x.signbit().to(index.dtype) << 3)).to(torch.uint8)
+    size, found = x.abs(), x.signbit().to(torch.uint8) << 3
+    for index, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
+        border = (low + high) / 2
+        # Halfway between two numbers the one with an even index is taken, as hardware rounds.
+        found += size >= border if index % 2 else size > border
+    return found
 
 
 def float4_values(codes: Tensor, dtype: torch.dtype) -> Tensor:

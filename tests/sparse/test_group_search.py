@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CaptureError
+from sparsebit.sparse.channels.groups import drawn
 from sparsebit.sparse.group_search import find_groups
-from sparsebit.sparse.proof.channel_proof import drawn, mask_units
+from sparsebit.sparse.proof.bench import mask_units
 from sparsebit.sparse.proof.group_analysis import Analysis
 from sparsebit.sparse.shrinking.surgery import apply_plan
 from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images

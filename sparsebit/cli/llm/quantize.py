@@ -117,6 +117,8 @@ def quantize(
 
     sparsebit llm quantize llama/ -o llama-q4/ --text books.txt --for llama.cpp
 
+    sparsebit llm quantize llama/ -o llama-w8a8/ --text books.txt --bits 8 --activations int8
+
     sparsebit llm quantize llama/ -o llama-mixed/ --text books.txt --candidate-bits 2,3,4 --average-bits 3.2
     """
     check_folder_name(text.output)
@@ -149,14 +151,15 @@ def quantize(
 
 
 def _format(recipe: Recipe) -> str:
+    inputs = "" if recipe.inputs is None else f", inputs in {recipe.activations}"
     if recipe.float_kind is not None:
-        return f"{recipe.float_kind} numbers"
+        return f"{recipe.float_kind} numbers{inputs}"
     kind = "symmetric" if recipe.symmetric else "asymmetric"
     bits = str(recipe.bits)
     if recipe.is_mixed:
         bits = f"{', '.join(map(str, recipe.candidate_bits))} (at most {recipe.average_bits:g} in the mean)"
     size = recipe.group_size
-    return f"{bits} bits, {f'groups of {size}' if size else 'one scale per row'}, {kind}"
+    return f"{bits} bits, {f'groups of {size}' if size else 'one scale per row'}, {kind}{inputs}"
 
 
 def _record(made: QuantizedModel) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sparsebit.deploy.programs.xnnpack_layers import delegation, refusals
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
 from sparsebit.deploy.sessions.executorch_session import runtime_modules
 from sparsebit.deploy.sessions.program_facts import KEY, ProgramFacts
+from sparsebit.deploy.sessions.sealed_file import seal
 from sparsebit.errors import DeploymentError
 
 
@@ -41,6 +42,7 @@ def write_pte(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None
             raise DeploymentError(f"executorch does not take the program: {' '.join(lines[:3])}") from error
     with path.open("wb") as file:
         made.write_to_file(file)
+    seal(path)
 
 
 @contextlib.contextmanager

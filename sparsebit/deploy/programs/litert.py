@@ -25,6 +25,7 @@ from sparsebit.deploy.programs.quiet_conversion import quiet_conversion
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
 from sparsebit.deploy.sessions.litert_session import Operator, operators, with_facts
 from sparsebit.deploy.sessions.program_facts import ProgramFacts
+from sparsebit.deploy.sessions.sealed_file import seal
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import LayerRun
 
@@ -69,6 +70,7 @@ def write_tflite(program: ExportedProgram, facts: ProgramFacts, path: Path) -> N
             raise DeploymentError(f"litert-torch does not take the program: {' '.join(lines[:3])}") from error
         layers, leftovers = _layers(operators(data))
     path.write_bytes(with_facts(data, replace(facts, layers=layers, leftovers=leftovers)))
+    seal(path)
 
 
 def _quantize_stored(module: fx.GraphModule) -> None:

@@ -24,6 +24,7 @@ from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.training import BlockTraining, ParameterGroup, mean_distance, train_block
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.architectures import linears
+from sparsebit.llm.models.calibration_batches import IDS
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import smallest_scale
 from sparsebit.numerics.rounding.learned_codes import LearnedCodes, StartGrid
@@ -98,7 +99,7 @@ def learn_rounding(
     layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
     data = _WalkData(walk, block, name)
     # Half of the samples of a batch of the walk: twice the steps for the same time.
-    training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
+    training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0][IDS]) // 2, 1))
     before = mean_distance(data, squared_error)
     with _computing_with(block, layers), torch.enable_grad():
         groups = [group for layer in layers.values() for group in layer.groups(1 / steps)]

@@ -20,6 +20,7 @@ from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
+from sparsebit.llm.models.calibration_batches import Tokens, as_batches
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
@@ -33,6 +34,7 @@ from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 ALLOCATION = "bit_allocation.json"
+_WHOLE = 1 << 30  # windows of a batch: all
 _MOST_EDGES = 64  # between two stages: those of experts have hundreds of layers
 _WEIGHTS = "weights"  # the checksum of a block's float weights, in its file of the run
 
@@ -53,7 +55,7 @@ class QuantizationRun:
         skeleton: Skeleton,
         architecture: Architecture,
         recipe: Recipe,
-        tokens: Tensor,
+        tokens: Tokens,
         batch_size: int,
         memory_budget: int,
         rank: Rank,
@@ -87,7 +89,7 @@ class QuantizationRun:
         return {
             **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
             "recipe": asdict(self.recipe),
-            "tokens": digest({"tokens": self.tokens}),
+            "tokens": [digest(dict(batch)) for batch in as_batches(self.tokens, _WHOLE)],
             "batch_size": self.batch_size,
             "config": self.skeleton.folder.config,
             "weights outside of the blocks": digest(rest),
@@ -101,6 +103,7 @@ class QuantizationRun:
         if known is not None:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
+        assert isinstance(self.tokens, Tensor), "mixed bits are for text alone"
         first = self.tokens[:NUM_SAMPLES]
         walk = BlockWalk(self.skeleton, self.architecture, first, with_float=False, **self.sizes)
         found, average = bit_costs(walk, self.recipe, self.paths), self.recipe.average_bits
@@ -128,11 +131,15 @@ class QuantizationRun:
         source = digest(dict(original.named_parameters()))
         finished = self.rank.from_first(lambda: _read(folder, number, source))
         stages = self._stages(original) if finished is None else finished.stages
+        stored = {name: value.detach() for name, value in original.named_parameters()}
+        # Again for a finished block: the float model's outputs then are the same, bit by bit.
+        scales = self.rounding.smooth(original, stages, self.paths[number]) if is_walked else {}
         changed = copy.deepcopy(original) if is_run else original
         if is_walked:
             self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
         if finished is None:
-            rounded = replace(self.rounding.round(original, changed, stages, self.paths[number]), stages=stages)
+            found = self.rounding.round(original, changed, stages, self.paths[number], stored)
+            rounded = replace(found, stages=stages, scales={**found.scales, **scales})
 
             def kept() -> FinishedBlock:
                 tensors, facts = rounded.to_tensors()

@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.value_store import default_memory_budget
@@ -36,6 +38,7 @@ from sparsebit.llm.models.architectures import (
     need_called_layers,
     need_loadable_layers,
 )
+from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -48,6 +51,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
+from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
@@ -90,7 +94,7 @@ def quantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
     recipe: Recipe | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Sequence[Batch] | None = None,
     *,
     batch_size: int = 4,
     memory_budget: int | None = None,
@@ -100,6 +104,9 @@ def quantize(
     trust_remote_code: bool = False,
 ) -> QuantizedModel:
     """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
+
+    `calibration`: text; for a model with images also batches of its processor, mappings of tensors with `input_ids`,
+    `pixel_values` and so on, without padding. Of such a model, the language part is quantized.
 
     `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
@@ -149,7 +156,7 @@ class _Job:
     source: ModelFolder
     target: Path
     recipe: Recipe
-    calibration: Calibration | None
+    calibration: Calibration | Sequence[Batch] | None
     batch_size: int
     memory_budget: int
     dtype: torch.dtype
@@ -163,18 +170,24 @@ class _Job:
 def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedModel:
     """The part of `quantize` that all processes of torchrun do together."""
     recipe = job.recipe
-    if rank.count > 1 and recipe.method == "autoround":
-        raise ConfigError("method='autoround' in several processes: outputs of blocks are not exchanged; use one")
+    if rank.count > 1 and (recipe.method == "autoround" or recipe.smooth):
+        given = "smooth=True" if recipe.smooth else "method='autoround'"
+        raise ConfigError(f"{given} in several processes: outputs of blocks are not exchanged; use one")
     origin = hub_source(job.source.path)
     partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
     skeleton = _checked_skeleton(job, partial, rank)
     architecture = architecture_of(skeleton.model)
     blocks = blocks_of(skeleton.model, architecture)
-    drawn = _tokens(job, skeleton.folder, widest_layer(blocks))
-    tokens = drawn.tokens
-    need_embeddings(tokens, skeleton.model)
-    need_positions(tokens.shape[1], skeleton.model)
-    warn_of_few_tokens(blocks, tokens.numel(), recipe)
+    shares: Mapping[str, int] = {}
+    if isinstance(job.calibration, Calibration | None):
+        drawn = _tokens(job, job.calibration, skeleton.model, widest_layer(blocks))
+        tokens, shares = drawn.tokens, drawn.shares
+    else:
+        tokens = checked_batches(job.calibration)
+    for batch in as_batches(tokens, job.batch_size):
+        need_embeddings(batch[IDS], skeleton.model)
+        need_positions(batch[IDS].shape[1], skeleton.model)
+    warn_of_few_tokens(blocks, num_tokens(tokens), recipe)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, job.batch_size, job.memory_budget, rank)
     settings = run.settings()
     folder = rank.from_first(lambda: RunFolder(partial, settings).open())
@@ -195,7 +208,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
         experts=run.experts,
         scaled_inputs=run.scaled_inputs,
         source=origin,
-        calibration_windows=drawn.shares,
+        calibration_windows=shares,
     )
 
 
@@ -208,6 +221,7 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
     if job.check and not skeleton.transposed and not reads_unpacked(recipe):  # transformers will load them packed
         need_loadable_layers(skeleton.model, layers)
     _check_experts(skeleton, recipe)
+    _check_images(skeleton, job)
     need_cache(skeleton, recipe)
     # A run that continues has scanned the weights before.
     rank.from_first(lambda: check_weights(skeleton, scan=not has_begun(partial)))
@@ -223,12 +237,14 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
 def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource | None) -> LoadCheck | None:
     """The packed folder, checked before it gets its name."""
     skeleton, target, trust = run.skeleton, job.target, job.trust_remote_code
-    text = run.tokens[:1, :128]
+    text = run.tokens[:1, :128] if isinstance(run.tokens, Tensor) else run.tokens[0]
     with staging_folder(target) as staging:
         made = staging / target.name
         block_of = functools.partial(run.finished, folder=folder)
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
-        write_cache(made, run.recipe, run.tokens, run.batch_size, device=skeleton.device, trust_remote_code=trust)
+        for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
+        write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
+        write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -255,8 +271,8 @@ def _record(job: _Job, run: QuantizationRun) -> PackedModel:
         layers=tuple(run.layers.values()),
         float_bytes=_num_bytes(job.source),
         bits_per_weight=run.bits_per_weight(),
-        measured_on="outputs" if recipe.needs_text else "weights",
-        num_windows=len(run.tokens) if recipe.needs_text else 0,
+        measured_on="outputs" if recipe.needs_moments else "weights",
+        num_windows=len(run.tokens) if recipe.needs_moments else 0,
     )
 
 
@@ -269,18 +285,20 @@ def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
         raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
 
 
-def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
+def _tokens(job: _Job, calibration: Calibration | None, model: Any, widest: int) -> DrawnText:
     """The calibration tokens; without text, a few arbitrary ones, on which the packed model is checked."""
-    calibration, recipe = job.calibration, job.recipe
+    recipe = job.recipe
     if calibration is None and recipe.needs_text:
-        given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}"
+        given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}, smooth={recipe.smooth}"
         raise ConfigError(f"{given} needs calibration text: give some, or method 'rtn' without a scale search")
     if calibration is None and recipe.calibrates_cache:
         raise ConfigError(f"kv_cache={recipe.kv_cache!r} needs calibration text for its scales: give some, or use int4")
+    if calibration is None and recipe.inputs is not None and recipe.inputs.is_calibrated:
+        raise ConfigError(f"activations={recipe.activations!r} needs calibration text for its scales: give some")
     if calibration is None:
-        size = int(folder.config.get("vocab_size", 32))
+        size = int(getattr(model.config.get_text_config(decoder=True), "vocab_size", 32))
         return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})
-    tokenizer = load_tokenizer(folder.path, trust_remote_code=job.trust_remote_code)
+    tokenizer = load_tokenizer(job.source.path, trust_remote_code=job.trust_remote_code)
     return draw_windows(
         *(calibration.texts, tokenizer),
         num_samples=calibration.num_samples,
@@ -296,10 +314,24 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
     problem = None
     if recipe.method == "nvfp4":
         problem = "method='nvfp4'", "the global scales of experts; use mxfp4, fp8, or whole numbers"
+    elif recipe.inputs is not None:
+        problem = f"activations={recipe.activations!r}", "rounded inputs of experts; leave them float, or use fp8"
     elif not recipe.symmetric and recipe.float_kind is None:
         problem = "symmetric=False", "zero points of experts; quantize with symmetric=True (--symmetric)"
     if problem is not None and experts_in(skeleton.model):
         raise ConfigError(f"{problem[0]} with a model of experts: transformers does not read {problem[1]}")
+
+
+def _check_images(skeleton: Skeleton, job: _Job) -> None:
+    """Raise for what is not there for models with images, or for calibration with images."""
+    recipe, with_batches = job.recipe, not isinstance(job.calibration, Calibration | None)
+    sees = getattr(skeleton.model.config, "vision_config", None) is not None
+    given = [name for name in ("rotate",) if getattr(recipe, name)]
+    given += [f"kv_cache={recipe.kv_cache!r}"] if recipe.kv_cache != "float" else []
+    given += ["mixed bits"] if recipe.is_mixed else []
+    given += ["method='autoround'"] if recipe.method == "autoround" else []
+    if given and (sees or with_batches):
+        raise ConfigError(f"{', '.join(given)} with images: not supported; leave it out")
 
 
 def _num_bytes(folder: ModelFolder) -> int:

@@ -84,8 +84,11 @@ def round_weights(
 def layer_format(weight: Weight, recipe: Recipe) -> LayerFormat:
     """The number format of a layer that was rounded by the recipe."""
     if isinstance(weight, FloatWeight):
-        return LayerFormat(weight.bits, GROUPS[weight.kind], True, weight.kind)
-    return LayerFormat(weight.bits, weight.group_size if recipe.group_size else 0, weight.symmetric)
+        return LayerFormat(weight.bits, GROUPS[weight.kind], True, weight.kind, recipe.inputs)
+    size, inputs = weight.group_size if recipe.group_size else 0, recipe.inputs
+    # vLLM reads int8 products from codes in bytes.
+    is_dense = inputs is not None and inputs.kind == "int8"
+    return LayerFormat(weight.bits, size, weight.symmetric, inputs=inputs, is_dense=is_dense)
 
 
 def _second_moments(moments: InputMoments | None, weight: Tensor, *, take: bool) -> tuple[Tensor, Tensor | None]:
@@ -122,8 +125,12 @@ def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLa
 
 def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A function that rounds a weight `(out, in)` to nearest, on a grid that covers its whole range."""
+    kind = recipe.float_kind
 
     def round_(weight: Tensor) -> Tensor:
+        if kind is not None:
+            floats = round_to_floats(weight, kind, search=False, stored=stored)
+            return floats.dequantize(torch.float32).to(weight)
         W = weight[None]
         grid = _grid(W, recipe, recipe.columns_per_scale(weight.shape[1], name), stored)
         return grid.values(grid.nearest(W))[0]

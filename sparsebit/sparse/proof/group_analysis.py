@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from sparsebit.execution.batches import Call
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested
-from sparsebit.sparse.channels.groups import Group, grouped, units_of, without
+from sparsebit.sparse.channels.groups import grouped, units_of, without
 from sparsebit.sparse.channels.labels import LabelSets
 from sparsebit.sparse.channels.trace import Trace, axes_of, watch
 from sparsebit.sparse.proof.scenes import Scene
@@ -53,17 +54,18 @@ class Analysis:
         self.units, self.wide, self.spared = units_of(self.sets)
         self.groups = grouped(self.units)
 
-    def pin(self, pins: Pins) -> None:
-        """These atoms must stay. Units and groups are what is left."""
+    def pinned(self, pins: Pins) -> Analysis:
+        """The analysis in which these atoms stay too. Its labels are those of this one, which is no longer valid."""
         self._pin_atoms(pins)
-        self.units, self.spared = without(self.units, self.spared, self.sets.reasons())
-        alive = {unit.label for unit in self.units}
-        groups: list[Group] = []
+        after = copy.copy(self)
+        after.units, after.spared = without(self.units, self.spared, self.sets.reasons())
+        alive = after.labels
+        after.groups = []
         for group in self.groups:
             left = [unit for unit in group.units if unit.label in alive]
             # A group that lost units may fall apart into several.
-            groups += [group] if len(left) == len(group.units) else grouped(left)
-        self.groups = groups
+            after.groups += [group] if len(left) == len(group.units) else grouped(left)
+        return after
 
     def _pin_atoms(self, pins: Pins) -> None:
         first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
@@ -107,6 +109,11 @@ class Analysis:
             self.notes.append(f"{_with_more(still)}: never used")
         if error is not None:
             self.notes.append(f"the model does not run in training mode on the example: {error}")
+
+    @property
+    def labels(self) -> set[int]:
+        """The labels of all units."""
+        return {unit.label for unit in self.units}
 
     def score(self) -> float:
         """How many positions of parameters lie in units."""

@@ -12,7 +12,9 @@ from sparsebit.llm import Recipe, convert, kernel_paths, load, quantize, residen
 from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, FloatKind
-from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight, round_to_floats, round_tokens
+from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight, round_to_floats
+from sparsebit.llm.layers.input_kinds import SCHEMES
+from sparsebit.llm.layers.input_rounding import InputRounding
 from tests.llm.quantizing.test_quantize_folder import contents, logits
 from tests.llm.tiny_models import loaded, saved, tiny_model
 
@@ -72,7 +74,7 @@ class TestRounding:
         x, bias = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(4)), torch.ones(24)
         weight = rounded(kind)
         layer = FloatLinear(weight, bias)
-        inputs = round_tokens(x) if kind == "fp8" else x
+        inputs = InputRounding(SCHEMES["fp8"])(x) if kind == "fp8" else x
         torch.testing.assert_close(layer(x), inputs @ weight.dequantize(torch.float32).T + bias)
         half = FloatLinear(weight).to(torch.bfloat16)  # the type of activations; the weight keeps its own
         assert half.scales.dtype == weight.scales.dtype and half(x.bfloat16()).dtype == torch.bfloat16
@@ -86,7 +88,7 @@ def test_other_float_schemes_are_refused() -> None:
 
 def test_tokens_have_their_own_scales() -> None:
     x = torch.tensor([[[448.0, 1.0, 17.3], [0.0, 0.0, 0.0], [-4.48, 0.01, 0.173]]])
-    found = round_tokens(x)
+    found = InputRounding(SCHEMES["fp8"])(x)
     assert found[0, 0].tolist() == [448.0, 1.0, 18.0] and found[0, 1].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(found[0, 2], torch.tensor([-4.48, 0.01, 0.18]))
 
