@@ -15,7 +15,7 @@ Effort = Literal["fast", "good", "best"]
 # or activations have: with 8 bits there is hardly any accuracy to gain, and a fit to little data can lose some.
 _GPTQ = {"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}}
 # The whole network learns the float model's outputs, from new views of the images in every step.
-_NETWORK = {"METHOD": "distill", "VIEWS": 0, "PATCHED": 0.5, "FEATURES": 1.0, "LR": 0.001}
+_NETWORK = {"METHOD": "distill", "VIEWS": 0, "PATCHED": 0.5, "LR": 0.001}
 LADDERS: dict[str, tuple[Any, ...]] = {"fast": (), "good": (_GPTQ,), "best": (_GPTQ, {"reconstruct": _NETWORK})}
 # Samples and steps of the training: a CPU takes an hour for as much as a GPU does in minutes.
 _ON_CPU, _ON_GPU = {"BATCH_SIZE": 32, "STEPS": 2000}, {"BATCH_SIZE": 128, "STEPS": 6000}
