@@ -10,13 +10,12 @@ that changes the result must be in it. The user's model is left as it was.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
 from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.errors import ConfigError
+from sparsebit.graph.checking.outcome import state_kept
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.records.ladder import Ladder, LadderGoal
@@ -110,7 +110,8 @@ def compress(
     chosen = _chosen(rungs, RUNGS)
     samples = split(data, validation, needs_samples=not has_own_data(metric))
     model = _on_cpu(model)
-    with _left_as_it_was(model):
+    with state_kept(model):
+        model.eval()
         example = example_of(model, samples.calibration)
         batch = (samples.selection or samples.calibration)[0]
         measured = read_metric(metric, _outputs(model, batch), batch)
@@ -178,25 +179,6 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     """The model, or a copy if it is elsewhere: it is compared with files that run on the CPU."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return model if all(tensor.is_cpu for tensor in tensors) else copy_model(model).cpu()
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards its modes, and buffers that its forward changes, are as before."""
-    modes = {module: module.training for module in model.modules()}
-    places = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
-    buffers = [(module, name, one, one.clone()) for module, name, one in places if one is not None]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for owner, name, buffer, before in buffers:
-                owner._buffers[name] = buffer
-                if not buffer.equal(before):
-                    buffer.copy_(before)
 
 
 @torch.no_grad()

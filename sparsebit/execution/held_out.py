@@ -98,9 +98,9 @@ class BatchSamples:
         """A split with about the given share held out."""
         return self._without(self._shuffled(hold_out.seed)[: num_held(len(self), hold_out.share)])
 
-    def folds(self, count: int, seed: int = 0) -> tuple[Split, ...]:
+    def folds(self, count: int) -> tuple[Split, ...]:
         """This many splits; each sample is held out in one of them."""
-        order = self._shuffled(seed)
+        order = self._shuffled(0)
         return tuple(self._without(order[first::count]) for first in range(count))
 
     def _shuffled(self, seed: int) -> list[tuple[int, int]]:

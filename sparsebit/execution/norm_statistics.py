@@ -14,6 +14,8 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.rewriting.patterns import is_itself
+from sparsebit.graph.state.modes import modes_kept
+from sparsebit.graph.values.hooks import hooked
 
 
 @contextlib.contextmanager
@@ -38,14 +40,13 @@ def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.
     handles = [norm.register_forward_pre_hook(note) for norm in norms]
     tuned: set[_BatchNorm] = set()
     try:
-        yield ranks
+        with hooked(handles):
+            yield ranks
         _merge_across_processes(norms, ranks)
         tuned.update(norm for norm in norms if norm.num_batches_tracked)
         if not tuned:
             raise CalibrationError("no forward was run inside; run a few batches there")
     finally:
-        for handle in handles:
-            handle.remove()
         for norm, (buffers, momentum) in zip(norms, before, strict=True):
             norm.momentum = momentum
             if norm not in tuned:
@@ -75,14 +76,10 @@ def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
 
     Only batch norms are in training mode while it runs: dropout stays off.
     """
-    modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), None)
-    try:
-        with restarted_statistics(model, "reestimate_norms: the model has no batch norm with running statistics"):
-            for module in model.modules():
-                module.training = is_itself(module, _BatchNorm)
-            for args, kwargs in calls(batches, model, device):
-                model(*args, **kwargs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    missing = "reestimate_norms: the model has no batch norm with running statistics"
+    with modes_kept(model.modules()), restarted_statistics(model, missing):
+        for module in model.modules():
+            module.training = is_itself(module, _BatchNorm)
+        for args, kwargs in calls(batches, model, device):
+            model(*args, **kwargs)

@@ -39,6 +39,7 @@ from sparsebit.graph.values.call_form import (
 )
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.input_hints import input_hint
 
 
@@ -215,19 +216,16 @@ class ObservedCalls:
         self.forms: dict[int, CallForm | None] = {}
         self.inputs: dict[int, dict[str, Any]] = {}
         callable_modules = [module for module in model.modules() if has_forward(module)]
-        handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
         try:
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
-            with torch.no_grad(), undisturbed_outer_state(model), state_kept(model):
+            handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
+            with hooked(handles), torch.no_grad(), undisturbed_outer_state(model), state_kept(model):
                 model.eval()
                 model(*args, **kwargs)
         except FAILURES as error:
             cause = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
             hint = input_hint((args, kwargs))
             raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {cause}{hint}") from error
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)

@@ -134,16 +134,25 @@ class Region(StandIn):
             return self.graph_module(**inputs)
         if self.frozen_values is not None and (changed := self.frozen_values.changed()):
             raise GuardError(changed, "build the QuantModel again, from a float model with this value")
-        if not self.has_guards:
-            return self.graph_module(**inputs)
-        form = form_of(inputs)
-        reason = self.known_forms.get(form)
+        form = form_of(inputs) if self.has_guards else None
+        reason = self.known_forms.get(form) if self.has_guards else ""
         if reason == "":
             return self.graph_module(**inputs)
         if reason is not None:
             raise GuardError(reason)
-        # The first call of this form. Nodes before a failing guard may write into inputs and buffers, draw random
-        # numbers, or call hooks: everything is kept, to be restored.
+        try:
+            output = self._run_undone_at_guards(inputs)  # the first call of this form
+        except GuardError as error:
+            self._note_form(form, str(error))
+            raise
+        self._note_form(form, "")
+        return output
+
+    def _run_undone_at_guards(self, inputs: dict[str, Any]) -> Any:
+        """Run the graph; everything that nodes before a failing guard have changed is restored.
+
+        They may write into inputs and buffers, draw random numbers, or call hooks.
+        """
         snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
         outside = OuterState(self.graph_module.modules(), {})
 
@@ -158,19 +167,16 @@ class Region(StandIn):
                 # A write into an input changes its autograd history, which cannot be restored: try on copies first.
                 self.graph_module(**cloned(((), inputs))[1])
                 restore()
-            output = self.graph_module(**inputs)
-        except GuardError as error:
+            return self.graph_module(**inputs)
+        except GuardError:
             restore()
-            reason = str(error)
             raise
-        else:
-            reason = ""
-            return output
-        finally:
-            if form is not None and reason is not None:
-                if len(self.known_forms) >= _KNOWN_FORMS:
-                    self.known_forms.clear()
-                self.known_forms[form] = reason
+
+    def _note_form(self, form: Any, reason: str) -> None:
+        if form is not None:
+            if len(self.known_forms) >= _KNOWN_FORMS:
+                self.known_forms.clear()
+            self.known_forms[form] = reason
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute on the source, whose own code runs from then on: the graph may hold the old value."""
@@ -181,15 +187,6 @@ class Region(StandIn):
             self.__dict__["is_overruled"] = True
         else:
             super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            graph_module = self.__dict__.get("_modules", {}).get("graph_module")
-            if graph_module is None or name.startswith("__"):
-                raise
-            return getattr(graph_module.source, name)
 
 
 def _own_copy(saved: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from sparsebit.graph.capture import Captured
 from sparsebit.graph.nodes.example import guard
 from sparsebit.graph.nodes.graph_module import NAME_KEY, CapturedGraph, source_path
 from sparsebit.graph.region import Region
-from sparsebit.graph.state.frozen_values import settings_of
+from sparsebit.graph.state.code_reads import settings_of
 from sparsebit.graph.values.call_form import has_forward
 from sparsebit.graph.values.code import function_of, is_foreign
 

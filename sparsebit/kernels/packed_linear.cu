@@ -63,6 +63,10 @@ __device__ __forceinline__ unsigned short from_float(float f) {
 __device__ __forceinline__ uint4 stream(const uint4* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
+// The first thing that a program does: the one after it may start now, and it waits for the one before it. Both matter only
+// where a launch allows the overlap. What is read after it must not count as constant, or the compiler may read it before.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The words that a lane has of 16 outputs and 128 k, and the place of its words among those of all lanes
 // (`tensor_core_layout.py`).
 #define MIDDLE (1 << (BITS - 1))
@@ -187,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
   for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load_words(warp + d * WARPS, d);
   // Words and scales are being loaded while the program that computes x still runs. Only from here on x may be read. The
   // program after this one may start now; it waits in the same way.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  let_next_start();
+  wait_for_last();
   if (warp < groups) load_x(warp);
   for (int first = warp; first < groups; first += DEPTH * WARPS)
   #pragma unroll
@@ -309,7 +313,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
     }
     asm volatile("cp.async.commit_group;");
   };
-  if (first < last) { stage(first, 0); words(first); }
+  if (first < last) words(first);
+  let_next_start();
+  wait_for_last();
+  if (first < last) stage(first, 0);
   for (int group = first; group < last; group++) {
     const int slot = (group - first) & 1;
     Words cw[RT];
@@ -369,6 +376,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
   const int group = blockIdx.x * WARPS + warp, tile = blockIdx.y;
   if (group >= groups) return;
   const Words v = words_at(w + ((size_t)tile * groups + group) * BLOCK_VECTORS, lane);
+  let_next_start();
+  wait_for_last();
   #pragma unroll
   for (int c = 0; c < 4; c++) {
     u32 a[2][4];
@@ -392,7 +401,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
 }
 #elif KERNEL == REORDER
 // x with every 32 k in the order in which lanes have them: first the 8 k of lane 0, then those of lane 1, ...
-extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict__ out, int count) {
+extern "C" __global__ void reorder(const u32* x, uint4* out, int count) {
+  let_next_start();
+  wait_for_last();
   const int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
   const u32* from = x + (size_t)(e >> 2) * 16 + (e & 3);
@@ -400,7 +411,9 @@ extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict_
 }
 #elif KERNEL == SUM_PARTS
 // The parts of a product whose K was split, (parts, count), added up in a fixed order, so that runs repeat bit by bit.
-extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned short* __restrict__ y, int parts, int count) {
+extern "C" __global__ void sum_parts(const float* from, unsigned short* y, int parts, int count) {
+  let_next_start();
+  wait_for_last();
   int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
   float s = 0.f;
@@ -445,7 +458,9 @@ __device__ __forceinline__ size_t part_at(int part, int r, int i, int thread) {
 #if KERNEL == SUM_SPANS
 // blockIdx.x: which 8 rows, and which of the R times 64 outputs; blockIdx.y: which tile of the rest.
 extern "C" __global__ void __launch_bounds__(WG * 128) sum_spans(
-    const float* __restrict__ parts, unsigned short* __restrict__ y, int M, int N, int down, Work work) {
+    const float* parts, unsigned short* y, int M, int N, int down, Work work) {
+  let_next_start();
+  wait_for_last();
   const int q = blockIdx.x % (BM / 8), r = blockIdx.x / (BM / 8), begin = blockIdx.y * work.groups, end = begin + work.groups;
   int span = (long long)begin * work.spans / (work.rest * work.groups);
   while (work.begin(span + 1) <= begin) span++;
@@ -543,6 +558,7 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
   __shared__ __align__(8) unsigned long long barriers[2 * STG];
   const u32 base = ((u32)__cvta_generic_to_shared(raw) + 1023u) & ~1023u, full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STG;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = (M + BM - 1) / BM * (N / BN);
+  let_next_start();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STG; s++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(full + 8 * s), "r"(1));
@@ -557,6 +573,7 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
 #endif
     if (warp > WG * 4) return;
     Place place{0, 1};  // the first wait for every slot passes
+    wait_for_last();  // the other warps write nothing before x has come
     for_each_tile(work, [&](int tile, int first, int last, int) {
       if (tile >= tiles) return;
       const int row = tile % down * BM, across = tile / down;

@@ -194,11 +194,7 @@ class Product:
         sizes = {"RT": cut.height, "MB": self.columns(8), "WARPS": cut.warps, "MINB": cut.resident}
         sizes |= {"DEPTH": cut.depth, "AHEAD": int(cut.scales_ahead)}
         grid = (self.outputs // 16 // cut.height, 1, 1)
-        # It loads words and scales before it waits for the program that computes x. In a CUDA graph no program writes
-        # to them, unless they are copied there.
-        overlapped = torch.cuda.is_current_stream_capturing() and not self.are_copies
-        values = [*self.operands, self.x, y, *self.shape]
-        self.run("few_rows", sizes, grid, 32 * cut.warps, values, overlapped=overlapped)
+        self.run("few_rows", sizes, grid, 32 * cut.warps, [*self.operands, self.x, y, *self.shape])
         return y
 
     def some_rows(self) -> Tensor:
@@ -262,8 +258,6 @@ class Product:
         threads: int,
         values: Sequence[Any],
         shared: int = 0,
-        *,
-        overlapped: bool = False,
     ) -> None:
         has_zero = self.weight.zeros is not None
         defines = {
@@ -275,6 +269,9 @@ class Product:
             "GT": self.weight.group_size // 16,
         }
         program = _compiled(name, self.x.device.index, self.capability, shared, tuple(defines.items()))
+        # A program starts while the one before it ends, and loads words and scales before it waits for that. In a CUDA
+        # graph no program writes to them, unless they are copied there.
+        overlapped = torch.cuda.is_current_stream_capturing() and not self.are_copies
         program.launch(grid, threads, values, overlapped=overlapped)
 
     def added(self, sums: Tensor) -> Tensor:

@@ -93,8 +93,8 @@ class Coverage:
         sizes = f"{_bytes(before)} in float, {_bytes(sum(parameter.bytes for parameter in self.parameters))} quantized"
         return f"{share:.1f} % of {self.num_parameters:,} parameters quantized, {100 - share:.1f} % float; {sizes}"
 
-    def sizeable_floats(self, above: float = 0.01) -> list[str]:
-        """The reasons for which more than `above` of all parameters are float: the share, the names, the reason.
+    def sizeable_floats(self) -> list[str]:
+        """The reasons for which more than 1 % of all parameters are float: the share, the names, the reason.
 
         Names that differ only in numbers are merged: `layers.*.experts.down_proj`.
         """
@@ -107,7 +107,7 @@ class Coverage:
         return [
             f"{100 * share:.1f} % of parameters: {_names(by_reason[reason])}: {reason}"
             for reason, share in sorted(shares.items(), key=lambda item: -item[1])
-            if share > above
+            if share > 0.01
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sparsebit.text_table import text_table
+
 MOST_BINS = 64
 
 
@@ -42,9 +44,7 @@ class AccuracyGains:
         rows += [(row.layer, f"{row.score:.4f}", f"{row.gain:+.4f}", f"{row.sqnr_db:.1f} dB") for row in self.layers]
         together = f"these {len(self.layers)} together"
         rows += [(together, f"{self.together:.4f}", f"{self.together - self.quantized_score:+.4f}", "")]
-        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [[row[0].ljust(first), *map(str.rjust, row[1:], widths)] for row in rows]
-        return "\n".join([self.title, *("  ".join(row).rstrip() for row in cells)])
+        return f"{self.title}\n{text_table(rows, numbers=True)}"
 
     @property
     def title(self) -> str:

@@ -47,6 +47,15 @@ def from_plain(hint: type[T], value: Any, path: str) -> T:
     return typing.cast("T", _read(hint, value, path))
 
 
+def filled(kind: type[T], values: Mapping[str, Any], path: str, source: str) -> T:
+    """As `from_plain`, of values with their format and version. `source`: their name in messages."""
+    given = {key: value for key, value in values.items() if key not in ("format", "version")}
+    try:
+        return from_plain(kind, given, path)
+    except RecordError as error:
+        raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
+
+
 @functools.cache
 def field_types(kind: Any) -> Mapping[str, Any]:
     """The fields of a dataclass with their types."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparsebit.errors import RecordError
-from sparsebit.records.json_form import from_plain, to_plain
+from sparsebit.records.json_form import filled, to_plain
 from sparsebit.records.run_record import Environment
 
 FORMAT = "sparsebit-ladder"
@@ -144,8 +144,4 @@ class Ladder:
             raise RecordError(f"{source} is not a ladder of `sparsebit compress`; name the folder of a run")
         if values.get("version") != VERSION:
             raise RecordError(f"{source} has version {values.get('version')!r}; this Sparsebit reads version {VERSION}")
-        given = {key: value for key, value in values.items() if key not in ("format", "version")}
-        try:
-            return from_plain(cls, given, "ladder")
-        except RecordError as error:
-            raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
+        return filled(cls, values, "ladder", source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparsebit.errors import RecordError
-from sparsebit.records.json_form import from_plain, to_plain
+from sparsebit.records.json_form import filled, from_plain, to_plain
 from sparsebit.records.layer_graph import GraphLayer
 from sparsebit.records.scores import ScoreFacts
 
@@ -65,11 +65,7 @@ class PackedModel:
         if values.get("format") != FORMAT or values.get("version") != VERSION:
             found = f"{values.get('format')!r}, version {values.get('version')!r}"
             raise RecordError(f"{source} has the format {found}; this Sparsebit reads {FORMAT!r}, version {VERSION}")
-        given = {key: value for key, value in values.items() if key not in ("format", "version")}
-        try:
-            return from_plain(cls, given, "record")
-        except RecordError as error:
-            raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
+        return filled(cls, values, "record", source)
 
 
 @dataclass(frozen=True)

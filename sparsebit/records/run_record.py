@@ -17,7 +17,7 @@ from sparsebit.errors import RecordError
 from sparsebit.records.audit import Audit
 from sparsebit.records.coverage import Coverage
 from sparsebit.records.error_profile import ErrorProfile
-from sparsebit.records.json_form import field_types, from_plain, to_plain
+from sparsebit.records.json_form import field_types, filled, to_plain
 from sparsebit.records.layer_graph import GraphLayer
 from sparsebit.records.parity import ParityCheck
 from sparsebit.records.scores import ScoreFacts
@@ -167,11 +167,7 @@ class RunRecord:
         if version > VERSION:
             known = f"this one reads versions up to {VERSION}: update Sparsebit, or use another file"
             raise RecordError(f"{source} has version {version}, of a newer Sparsebit; {known}")
-        given = {key: value for key, value in values.items() if key not in ("format", "version")}
-        try:
-            return from_plain(cls, given, "record")
-        except RecordError as error:
-            raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
+        return filled(cls, values, "record", source)
 
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> RunRecord:

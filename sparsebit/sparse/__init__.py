@@ -6,8 +6,9 @@ from sparsebit.execution.norm_statistics import reestimate_norms
 from sparsebit.first_sparsebit import add_former_modules
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
 from sparsebit.sparse.budgets.ratio_search import RatioChoice
+from sparsebit.sparse.channel_groups import ChannelGroups
 from sparsebit.sparse.channels.groups import Group, Spared, Unit
-from sparsebit.sparse.group_search import ChannelGroups, find_groups
+from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.reconstruction import LayerFit
 from sparsebit.sparse.scoring.criteria import Evidence, register_criterion, scale_penalty
 from sparsebit.sparse.selecting.element_weights import Zeros

@@ -12,9 +12,9 @@ from sparsebit.config.schema import UnmatchedGlob, without_effect
 from sparsebit.config.selectors import Selector, matches, matches_any, near_names
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.budgets.group_ratios import KINDS, wanted_groups
+from sparsebit.sparse.channel_groups import ChannelGroups
 from sparsebit.sparse.channels.groups import layers_of
 from sparsebit.sparse.channels.parametrized_weights import computed_tensors
-from sparsebit.sparse.group_search import ChannelGroups
 from sparsebit.sparse.selecting.element_weights import ElementWeights
 from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig

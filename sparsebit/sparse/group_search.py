@@ -3,117 +3,133 @@
 The search analyses one traced run (`channels/`: which channels must be removed together). Then it removes random units
 of every group and compares the smaller model with the masked one (`proof/`). After a failure it tries, in this order:
 another value of an attribute that holds a size (`_repaired`), another way to carry labels through a view or a split
-(`_rechosen`), and sparing the channels that fail (`_spare`). Each of them can happen a limited number of times, so the
+(`_rechosen`), and sparing the channels that fail (`_spared`). Each of them can happen a limited number of times, so the
 search ends.
 
-Invariant: a returned group was compared on the example, in all scenes and on all forced branches, together with all
-other returned groups. The model is neither changed nor run: all runs are on copies.
+Every step takes an `_Attempt` and returns another one. Invariant: the groups of the last one were compared on the
+example, in all scenes and on all forced branches, together. The model is neither changed nor run: all runs are on
+copies.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sparsebit.errors import CaptureError
-from sparsebit.execution.batches import Call, as_call, num_samples, rows_of
+from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.sparse.channel_groups import ChannelGroups, SearchCost
 from sparsebit.sparse.channels.computed_weights import computed_layers, make_plain
-from sparsebit.sparse.channels.groups import Group, Spared, Unit, all_spared
-from sparsebit.sparse.channels.labels import FIXED
+from sparsebit.sparse.channels.groups import Group, Unit, all_spared, drawn
 from sparsebit.sparse.channels.parametrized_weights import without_channels
-from sparsebit.sparse.channels.trace import watch
 from sparsebit.sparse.channels.wide_groups import WideGroups, find_wide_groups
-from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule, drawn
+from sparsebit.sparse.proof.bench import Bench, SizeRule
+from sparsebit.sparse.proof.comparing import Failure, compare, compare_in, first_wrong_value
 from sparsebit.sparse.proof.culprits import failing_alike, failing_groups, guilty_units
-from sparsebit.sparse.proof.group_analysis import Analysis
-from sparsebit.sparse.proof.other_paths import find_paths
-from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
-from sparsebit.sparse.proof.scenes import natural_scenes
-from sparsebit.sparse.proof.size_repairs import find_repairs
+from sparsebit.sparse.proof.group_analysis import Analysis, Pins, analysed
+from sparsebit.sparse.proof.other_paths import Paths, find_paths
+from sparsebit.sparse.proof.probe_model import probe_of
+from sparsebit.sparse.proof.scenes import Scene, natural_scenes
+from sparsebit.sparse.proof.size_repairs import better_rules
 from sparsebit.sparse.proof.uncalled_layers import scenes_of_uncalled
-from sparsebit.sparse.shrinking.surgery import ChannelPlan
 
 _log = logging.getLogger(__name__)
 _SHARE = 0.5  # the share of the units that a proof removes, on average
 _SPREAD = 0.3  # how far the share of one group may be from `_SHARE`
 _NUM_DRAWS = 2
-_NUM_REPAIRS = 5  # repairs that are compared if one helps: two attributes may hold the same number by chance
-_NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
 @dataclass(frozen=True)
-class SearchCost:
-    """The cost of a search: groups before the proof, and seconds of finding and of proving."""
+class _Subject:
+    """A copy of the model, and the ways to run it.
 
-    num_found: int
-    finding_seconds: float
-    proof_seconds: float
+    `computed`: layers whose weights are computed; in `plain` all weights are plain. `scenes`: other than the example;
+    `uncalled`: those of them that reach layers which the example does not call.
+    """
+
+    model: nn.Module
+    call: Call
+    computed: Mapping[str, str]
+    plain: nn.Module
+    scenes: Sequence[Scene]
+    uncalled: Sequence[Scene]
+    paths: Paths
 
 
 @dataclass(frozen=True)
-class ChannelGroups:
-    """The removable groups of a model, and its spared channels with the reasons. Printing it shows the report."""
+class _Attempt:
+    """The options, pins and rules that are taken to be right until a comparison fails.
 
-    groups: tuple[Group, ...]
-    spared: tuple[Spared, ...]
-    notes: tuple[str, ...]
-    bench: Bench
-    rules: tuple[SizeRule, ...]
-    cost: SearchCost
+    `options`: of choices, how labels pass them. `pins`: atoms that stay. `analysis`: with these options and pins.
+    `rules`: attributes that hold a size. `unproved`: units that failed, with the reason. `wide`: found at the end.
+    """
 
-    @property
-    def units(self) -> list[Unit]:
-        return [unit for group in self.groups for unit in group.units]
-
-    def kind_of(self, group: Group) -> str:
-        """`head` (of an attention), `filter` (of a convolution) or `neuron` (of linear layers alone)."""
-        if any(unit.label in self._heads for unit in group.units):
-            return "head"
-        sizes = self.bench.sizes
-        return "filter" if any(len(sizes[tensor]) > 2 for tensor, _ in group.axes) else "neuron"
+    subject: _Subject
+    analysis: Analysis
+    options: Mapping[str, int] = field(default_factory=dict)
+    pins: Pins = field(default_factory=dict)
+    rules: tuple[SizeRule, ...] = ()
+    unproved: tuple[tuple[Unit, str], ...] = ()
+    wide: WideGroups = field(default_factory=WideGroups)
 
     @cached_property
-    def _heads(self) -> set[int]:
-        """Labels along which products of activations are batched."""
-        sets = self.bench.sets
-        return {
-            sets.find(label)
-            for step in self.bench.steps
-            if step.name in ("bmm", "baddbmm")
-            for _, axes in step.inputs
-            if len(axes) == 3 and axes[0] is not None
-            for label in axes[0].tolist()
-            if label > FIXED
-        }
+    def bench(self) -> Bench:
+        subject, analysis = self.subject, self.analysis
+        return Bench(
+            subject.model,
+            subject.call,
+            analysis.trace,
+            analysis.sets,
+            subject.computed,
+            self.wide,
+            subject.scenes,
+            self.rules,
+        )
 
-    def plan(self, dead: Iterable[Unit]) -> ChannelPlan:
-        """The plan that removes these units."""
-        return self.bench.plan(list(dead), self.rules)
+    def drawn(self, seed: int, wide: Sequence[Group] = ()) -> list[Unit]:
+        """Random units of all groups."""
+        return drawn([*self.analysis.groups, *wide], _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
 
-    def __str__(self) -> str:
-        lines = [f"{len(self.groups)} groups of channels, {len(self.units)} units that can be removed"]
-        wide = self.bench.wide.reasons
-        for group in self.groups:
-            reason = wide.get(group.units[0].label)
-            lines.append(f"  group   {group}" + (f"; only layers lose them: {reason}" if reason else ""))
-        by_reason: dict[str, list[Spared]] = {}
-        for entry in self.spared:
-            if entry.dim < 2:
-                by_reason.setdefault(entry.reason, []).append(entry)
-        for reason, entries in by_reason.items():
-            names = ", ".join(f"{entry.tensor}[{entry.dim}]" for entry in entries[:3])
-            more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-            lines.append(f"  spared  {names}{more}: {reason}")
-        return "\n".join([*lines, *(f"  note    {note}" for note in self.notes)])
+    def with_option(self, key: str, option: int) -> _Attempt:
+        """Another way to carry labels past a choice."""
+        options = {**self.options, key: option}
+        return replace(self, options=options, analysis=_analysed(self.subject, options, self.pins))
+
+    def pinned(self, pins: Pins) -> _Attempt:
+        """These atoms stay as well."""
+        return replace(self, pins={**pins, **self.pins}, analysis=self.analysis.pinned(pins))
+
+    def without(self, blamed: Mapping[int, str]) -> _Attempt:
+        """Units are spared: by their labels, with the reasons."""
+        failed = [(unit, f"not proved: {blamed[unit.label]}") for unit in self.analysis.units if unit.label in blamed]
+        after = replace(self, unproved=(*self.unproved, *failed))
+        for reason in sorted(set(blamed.values())):
+            _log.debug("spared: %s", reason)
+            labels = [label for label, own in blamed.items() if own == reason]
+            # Pins name atoms, not labels: every analysis numbers its labels anew.
+            after = after.pinned(dict.fromkeys(after.analysis.atoms(labels), f"not proved: {reason}"))
+        return after
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Steps that did not help, so that they are not tried again.
+
+    `sites`: of failures that no attribute repairs. `options`: of choices. `positions`: of failures after which channels
+    were spared.
+    """
+
+    sites: set[tuple[type, str, str]] = field(default_factory=set)
+    options: set[tuple[str, int]] = field(default_factory=set)
+    positions: set[tuple[int, int]] = field(default_factory=set)
 
 
 @full_float32()
@@ -123,278 +139,198 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
     `example_inputs`: a batch: a tensor, a tuple of arguments or a mapping of keywords.
     """
     start = time.perf_counter()
-    call = as_call(example_inputs, model)
-    probe, call = _probe(model, call)
-    folded = without_channels(probe)
-    make_plain(probe, folded)
-    search = _Search(probe, call, folded)
-    search.choose()
-    search.read()
-    num_found, found_at = len(search.analysis.groups), time.perf_counter()
-    search.prove()
-    search.widen()
-    return search.result(SearchCost(num_found, found_at - start, time.perf_counter() - found_at))
+    subject = _subject(*probe_of(model, as_call(example_inputs, model)))
+    attempt = _chosen(_Attempt(subject, _analysed(subject, {}, {})))
+    # Channels whose number is used in branches that cannot be run.
+    attempt = attempt.pinned(subject.paths.counted)
+    num_found, found_at = len(attempt.analysis.groups), time.perf_counter()
+    attempt = _widened(_proved(attempt))
+    return _result(attempt, SearchCost(num_found, found_at - start, time.perf_counter() - found_at))
 
 
-def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """A copy for experiments and its call: in float64 if the model runs in it, so that rounding hides no error."""
-    probe = probe_copy(model)
-    run = watch(copy_model(probe), call)
-    if run.error is not None:
-        raise CaptureError(f"the model does not run on the example inputs: {run.error}") from run.error
-    call = _few_samples(probe, call, run.outputs)
-    precise, inputs = double_precision(probe, call)
-    again = watch(copy_model(precise), inputs)
-    with torch.no_grad():  # outputs may be views that the model has written into
-        is_finite = all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point())
-    return (precise, inputs) if again.error is None and is_finite else (probe, call)
+def _subject(model: nn.Module, call: Call) -> _Subject:
+    folded = without_channels(model)
+    make_plain(model, folded)
+    computed = {**folded, **computed_layers(model, call)}
+    plain = copy_model(model) if computed else model
+    make_plain(plain, computed)
+    natural = natural_scenes(model, call)
+    uncalled = scenes_of_uncalled(model, call, natural)
+    scenes = [*natural, *uncalled]
+    return _Subject(model, call, computed, plain, scenes, uncalled, find_paths(model, call, scenes))
 
 
-def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
-    """The call with its first two samples only, if the outputs then have two rows: a proof needs no more samples."""
-    count = num_samples(call, outputs)
-    if count <= _NUM_SAMPLES:
-        return call
-    few: Call = rows_of(call, count, 0, _NUM_SAMPLES)
-    run = watch(copy_model(model), few)
-    expected = [(_NUM_SAMPLES, *x.shape[1:]) if x.dim() and len(x) == count else tuple(x.shape) for x in outputs]
-    is_same = run.error is None and [tuple(x.shape) for x in run.outputs] == expected
-    return few if is_same else call
+def _analysed(subject: _Subject, options: Mapping[str, int], pins: Pins) -> Analysis:
+    return analysed(subject.plain, subject.call, options, pins, subject.uncalled)
 
 
-class _Search:
-    def __init__(self, model: nn.Module, call: Call, folded: Mapping[str, str]) -> None:
-        self.model, self.call = model, call
-        self.computed = {**folded, **computed_layers(model, call)}
-        self.traced = model if not self.computed else copy_model(model)  # its weights are all plain
-        make_plain(self.traced, self.computed)
-        self.options: dict[str, int] = {}
-        self.pins: dict[tuple[str, int, int], str] = {}
-        self.rules: list[SizeRule] = []
-        self.scenes = natural_scenes(model, call)
-        self.of_uncalled = scenes_of_uncalled(model, call, self.scenes)
-        self.scenes += self.of_uncalled
-        self.analysis = self._analyse(self.options)
-        self.hopeless: set[tuple[type, str, str]] = set()
-        self.tried: set[tuple[str, int]] = set()
-        self.spared_at: set[tuple[int, int]] = set()
-        self.unproved: list[tuple[Unit, str]] = []
-        self.wide = WideGroups()
-        self.paths = find_paths(model, call, self.scenes)
+def _chosen(attempt: _Attempt) -> _Attempt:
+    """With other options where the channels that pass a choice cannot be removed."""
+    # Twice, because an option of one choice may only help after another choice has changed.
+    for _ in range(2):
+        before = attempt.analysis.score()
+        for key, num_options in _blocked(attempt.analysis):
+            for option in range(1, num_options):
+                other = attempt.with_option(key, option)
+                if other.analysis.score() > attempt.analysis.score():
+                    attempt = other
+        if attempt.analysis.score() == before:
+            break
+    return attempt
 
-    def _analyse(self, options: Mapping[str, int]) -> Analysis:
-        return Analysis(self.traced, self.call, options, self.pins, self.of_uncalled)
 
-    def choose(self) -> None:
-        """Try other options where the channels that pass a choice cannot be removed."""
-        # Twice, because an option of one choice may only help after another choice has changed.
-        for _ in range(2):
-            before = self.analysis.score()
-            for key, num_options in self._blocked():
-                for option in range(1, num_options):
-                    options = {**self.options, key: option}
-                    other = self._analyse(options)
-                    if other.score() > self.analysis.score():
-                        self.options, self.analysis = options, other
-            if self.analysis.score() == before:
-                return
+def _blocked(analysis: Analysis) -> list[tuple[str, int]]:
+    """The choices that no removable channel passes, and how many options each has; `_rechosen` handles splits."""
+    found: dict[str, tuple[int, bool]] = {}
+    for choice in analysis.trace.choices:
+        is_free = not analysis.labels.isdisjoint(analysis.sets.roots(choice.labels).unique().tolist())
+        number, was_free = found.get(choice.key, (choice.num_options, False))
+        found[choice.key] = (max(number, choice.num_options), was_free or is_free)
+    return [(key, number) for key, (number, is_free) in found.items() if not is_free and not key.startswith("split")]
 
-    def _blocked(self) -> list[tuple[str, int]]:
-        """The choices that no removable channel passes, and how many options each has; `_rechosen` handles splits."""
-        alive = {unit.label for unit in self.analysis.units}
-        found: dict[str, tuple[int, bool]] = {}
-        for choice in self.analysis.trace.choices:
-            is_free = not alive.isdisjoint(self.analysis.sets.roots(choice.labels).unique().tolist())
-            number, was_free = found.get(choice.key, (choice.num_options, False))
-            found[choice.key] = (max(number, choice.num_options), was_free or is_free)
-        return [
-            (key, number) for key, (number, is_free) in found.items() if not is_free and not key.startswith("split")
-        ]
 
-    def _spared_unselected(self, bench: Bench, dead: list[Unit]) -> bool:
-        """Pin channels of an inner value that differs although the outputs agree: the example does not select it."""
-        failure = bench.first_wrong_value(dead, self.rules)
-        met = set() if failure is None else failure.labels & {unit.label for unit in self.analysis.units}
-        if failure is not None and met:
-            self._pin_units(dict.fromkeys(met, failure.reason))
-        return bool(met)
+def _proved(attempt: _Attempt) -> _Attempt:
+    """Shrunk and masked agree for all that is left, in ordinary runs and on forced branches."""
+    tried = _Tried()
+    attempt = _proved_in_runs(attempt, tried)
+    # Forced branches are compared once, when the ordinary runs agree. What they spare changes the analysis, so the
+    # ordinary runs are then proved again.
+    for scene in attempt.subject.paths.scenes:
+        dead = attempt.drawn(0)
+        if dead and (failure := compare_in(scene, attempt.bench, dead)):
+            attempt = _proved_in_runs(_spared(attempt, failure, dead, tried), tried)
+    return attempt
 
-    def read(self) -> None:
-        """Pin the channels whose number is used in branches that cannot be run."""
-        self.pins = {**self.paths.counted, **self.pins}
-        self.analysis.pin(self.paths.counted)
 
-    def prove(self) -> None:
-        """Compare shrunk with masked until all that is left agrees, in ordinary runs and on forced branches."""
-        self._prove_runs()
-        # Forced branches are compared once, when the ordinary runs agree. What they spare changes the analysis, so the
-        # ordinary runs are then proved again.
-        for scene in self.paths.scenes:
-            bench, dead = self._bench(), self._drawn(0)
-            if dead and (failure := bench.compare_in(scene, dead, self.rules)):
-                self._spare(failure, dead)
-                self._prove_runs()
-
-    def _prove_runs(self) -> None:
-        draw = 0
-        while draw < _NUM_DRAWS and self.analysis.groups:
-            bench, dead = self._bench(), self._drawn(draw)
-            failure = bench.compare(dead, self.rules)
-            if failure is None:
-                # Inner values are compared for the first draw only: that takes two more runs of the model.
-                draw += 0 if draw == 0 and self._spared_unselected(bench, dead) else 1
-            elif not self._repaired(bench, dead, failure) and not self._rechosen(failure, draw):
-                self._spare(failure, dead)
-
-    def widen(self) -> None:
-        """Find channels that cannot leave activations but can still leave layers, and prove those too."""
-        analysis = self.analysis
-        first = {(axis.tensor, axis.dim): axis.first for axis in analysis.sets.axes}
-        # Sets may have been joined since these units were pinned, so their labels are looked up again.
-        unproved = [
-            (replace(unit, label=analysis.sets.find(first[unit.members[0][:2]] + unit.members[0][2][0])), reason)
-            for unit, reason in self.unproved
-            if unit.members[0][:2] in first
-        ]
-        self.wide = find_wide_groups(
-            self.traced, analysis.trace.steps, analysis.sets, analysis.wide, unproved, analysis.groups
-        )
-        if self.wide.groups and not self._holds(self.wide.groups):
-            self.wide = self.wide.without([group for group in self.wide.groups if not self._holds([group])])
-            if not self._holds(self.wide.groups):
-                self.wide = WideGroups()
-
-    def _holds(self, wide: Sequence[Group]) -> bool:
-        """Whether these groups can leave layers, together with all that leave activations too."""
-        bench = self._bench()
-        drawn = [self._drawn(draw, [*self.analysis.groups, *wide]) for draw in range(_NUM_DRAWS)]
-        return all(bench.compare(dead, self.rules) is None for dead in drawn) and all(
-            bench.compare_in(scene, drawn[0], self.rules) is None for scene in self.paths.scenes
-        )
-
-    def _bench(self) -> Bench:
-        return Bench(
-            self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed, self.wide, self.scenes
-        )
-
-    def _drawn(self, seed: int, groups: Sequence[Group] | None = None) -> list[Unit]:
-        wanted = self.analysis.groups if groups is None else groups
-        return drawn(wanted, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
-
-    def _repaired(self, bench: Bench, dead: list[Unit], failure: Failure) -> bool:
-        kind = type(self.model.get_submodule(failure.where))
-        site = (kind, failure.where.rpartition(".")[2], failure.steps[-1].name if failure.steps else "")
-        if site in self.hopeless:
-            return False
-        rules = self._better_rules(bench, dead, failure, failure.position)
-        if rules is None:
-            self.hopeless.add(site)
-            return False
-        self.rules = rules
-        return True
-
-    def _better_rules(
-        self, bench: Bench, dead: list[Unit], failure: Failure, position: tuple[int, int]
-    ) -> list[SizeRule] | None:
-        """Rules with which the run comes further than to this position."""
-        furthest, best = position, None
-        for number, option in enumerate(find_repairs(bench, failure, dead, self.rules)):
-            if best is not None and number >= _NUM_REPAIRS:
-                break
-            known = {(rule.module, rule.attribute, rule.item) for rule in option}
-            rules = [rule for rule in self.rules if (rule.module, rule.attribute, rule.item) not in known] + option
-            other = bench.compare(dead, rules)
-            if other is None:
-                return rules
-            if other.position > furthest:
-                furthest, best = other.position, rules
-        return best
-
-    def _rechosen(self, failure: Failure, seed: int) -> bool:
-        """Take another option of a choice that the failing channels pass, if the run then gets further.
-
-        This is how the parts of a split lose the same places, and how a shuffle loses whole places of its parts. A size
-        attribute may have to change at the same time: half of a width is the size of one of two equal parts.
-        """
-        sets = self.analysis.sets
-        failing = set(self.analysis.atoms(failure.labels & {unit.label for unit in self.analysis.units}))
-        for choice in self.analysis.trace.choices:
-            if failure.labels.isdisjoint(sets.roots(choice.labels).unique().tolist()):
-                continue
-            for option in range(choice.num_options):
-                if (choice.key, option) in self.tried or option == self.options.get(choice.key, 0):
-                    continue
-                self.tried.add((choice.key, option))
-                options = {**self.options, choice.key: option}
-                # `_drawn` and `_bench` read `self.analysis`, so the option is set there and taken back if it does not
-                # help.
-                before, self.analysis = self.analysis, self._analyse(options)
-                dead, rules = self._drawn(seed), None
-                # An option that pins the failing channels is not a repair: it spares them in all modules of the class.
-                if dead and not failing.isdisjoint(self.analysis.atoms(unit.label for unit in self.analysis.units)):
-                    bench = self._bench()
-                    found = bench.compare(dead, self.rules)
-                    if found is None or found.position > failure.position:
-                        rules = self.rules
-                    else:
-                        rules = self._better_rules(bench, dead, found, failure.position)
-                if rules is not None:
-                    self.options, self.rules = options, rules
-                    # A size attribute that could not be repaired with the old labels may be repaired with the new ones.
-                    self.hopeless.clear()
-                    return True
-                self.analysis = before
-        return False
-
-    def _spare(self, failure: Failure, dead: list[Unit]) -> None:
-        """Pin what fails: the channels that meet at the failure, or, where that is not enough, whole groups."""
-        gone = {unit.label for unit in dead}
-        alive = {unit.label for unit in self.analysis.units}
-        bench, groups = self._bench(), self.analysis.groups
-        guilty = guilty_units(bench, self.rules, groups, set(failure.labels & alive), dead)
-        # The labels that meet at a failure do not show the cause if the failure is in another scene (it has no labels),
-        # if none of them was removed, or if sparing them before did not move the failure. Then groups are tried one by
-        # one.
-        if failure.scene is not None or gone.isdisjoint(guilty) or failure.position in self.spared_at:
-            blamed, self.rules = failing_groups(bench, self.rules, groups, dead, failure.scene)
+def _proved_in_runs(attempt: _Attempt, tried: _Tried) -> _Attempt:
+    draw = 0
+    while draw < _NUM_DRAWS and attempt.analysis.groups:
+        dead = attempt.drawn(draw)
+        failure = compare(attempt.bench, dead)
+        if failure is not None:
+            attempt = (
+                _repaired(attempt, failure, dead, tried)
+                or _rechosen(attempt, failure, draw, tried)
+                or _spared(attempt, failure, dead, tried)
+            )
+        # Inner values are compared for the first draw only: that takes two more runs of the model.
+        elif draw == 0 and (unselected := _unselected(attempt, dead)):
+            attempt = attempt.without(unselected)
         else:
-            alike = failing_alike(bench, self.rules, self.analysis.units, failure, guilty, dead)
-            blamed = dict.fromkeys(guilty, failure.reason) | alike
-        self.spared_at.add(failure.position)
-        self._pin_units(blamed)
+            draw += 1
+    return attempt
 
-    def _pin_units(self, blamed: Mapping[int, str]) -> None:
-        """Pin units, by their labels, with the reasons."""
-        self.unproved += [
-            (unit, f"not proved: {blamed[unit.label]}") for unit in self.analysis.units if unit.label in blamed
-        ]
-        for reason in sorted(set(blamed.values())):
-            _log.debug("spared: %s", reason)
-            labels = [label for label, own in blamed.items() if own == reason]
-            # Pins name atoms, not labels: every analysis numbers its labels anew.
-            pins = dict.fromkeys(self.analysis.atoms(labels), f"not proved: {reason}")
-            self.pins = pins | self.pins
-            self.analysis.pin(pins)
 
-    def result(self, cost: SearchCost) -> ChannelGroups:
-        analysis = self.analysis
-        unproved = {unit.members: reason for unit, reason in self.unproved}
-        # Channels that failed in activations but leave layers are removable, so the report does not list them as
-        # spared.
-        widened = {
-            (*entry[:2], unproved[unit.members])
-            for group in self.wide.groups
-            for unit in group.units
-            if unit.members in unproved
-            for entry in unit.members
-        }
-        spared = [entry for entry in analysis.spared if (entry.tensor, entry.dim, entry.reason) not in widened]
-        spared += all_spared(entry for entry in analysis.wide if entry[0].label not in self.wide.reasons)
-        return ChannelGroups(
-            (*analysis.groups, *self.wide.groups),
-            tuple(spared),
-            (*analysis.notes, *self.paths.notes()),
-            self._bench(),
-            tuple(self.rules),
-            cost,
-        )
+def _unselected(attempt: _Attempt, dead: list[Unit]) -> dict[int, str]:
+    """Channels of an inner value that differs although the outputs agree: the example does not select it."""
+    failure = first_wrong_value(attempt.bench, dead)
+    return {} if failure is None else dict.fromkeys(failure.labels & attempt.analysis.labels, failure.reason)
+
+
+def _repaired(attempt: _Attempt, failure: Failure, dead: list[Unit], tried: _Tried) -> _Attempt | None:
+    """With another value of an attribute that holds a size, if the run then gets further."""
+    kind = type(attempt.subject.model.get_submodule(failure.where))
+    site = (kind, failure.where.rpartition(".")[2], failure.steps[-1].name if failure.steps else "")
+    rules = None if site in tried.sites else better_rules(attempt.bench, failure, dead, failure.position)
+    if rules is None:
+        tried.sites.add(site)
+        return None
+    return replace(attempt, rules=rules)
+
+
+def _rechosen(attempt: _Attempt, failure: Failure, draw: int, tried: _Tried) -> _Attempt | None:
+    """With another option of a choice that the failing channels pass, if the run then gets further.
+
+    This is how the parts of a split lose the same places, and how a shuffle loses whole places of its parts. A size
+    attribute may have to change at the same time: half of a width is the size of one of two equal parts.
+    """
+    analysis = attempt.analysis
+    failing = set(analysis.atoms(failure.labels & analysis.labels))
+    for key, option in _other_options(attempt, failure):
+        if (key, option) in tried.options:
+            continue
+        tried.options.add((key, option))
+        other = attempt.with_option(key, option)
+        dead = other.drawn(draw)
+        # An option that pins the failing channels is not a repair: it spares them in all modules of the class.
+        if not dead or failing.isdisjoint(other.analysis.atoms(other.analysis.labels)):
+            continue
+        found, rules = compare(other.bench, dead), attempt.rules
+        if found is not None and found.position <= failure.position:
+            better = better_rules(other.bench, found, dead, failure.position)
+            if better is None:
+                continue
+            rules = better
+        # A size attribute that could not be repaired with the old labels may be repaired with the new ones.
+        tried.sites.clear()
+        return replace(other, rules=rules)
+    return None
+
+
+def _other_options(attempt: _Attempt, failure: Failure) -> Iterator[tuple[str, int]]:
+    """The choices that labels of the failure pass, with each option that they do not have now."""
+    for choice in attempt.analysis.trace.choices:
+        if not failure.labels.isdisjoint(attempt.analysis.sets.roots(choice.labels).unique().tolist()):
+            now = attempt.options.get(choice.key, 0)
+            yield from ((choice.key, option) for option in range(choice.num_options) if option != now)
+
+
+def _spared(attempt: _Attempt, failure: Failure, dead: list[Unit], tried: _Tried) -> _Attempt:
+    """Without what fails: the channels that meet at the failure, or, where that is not enough, whole groups."""
+    bench, analysis = attempt.bench, attempt.analysis
+    guilty = guilty_units(bench, analysis.groups, set(failure.labels & analysis.labels), dead)
+    # The labels that meet at a failure do not show the cause if the failure is in another scene (it has no labels), if
+    # none of them was removed, or if sparing them before did not move the failure. Then groups are tried one by one.
+    is_unclear = failure.scene is not None or failure.position in tried.positions
+    tried.positions.add(failure.position)
+    if is_unclear or guilty.isdisjoint(unit.label for unit in dead):
+        blamed, rules = failing_groups(bench, analysis.groups, dead, failure.scene)
+        return replace(attempt, rules=rules).without(blamed)
+    alike = failing_alike(bench, analysis.units, failure, guilty, dead)
+    return attempt.without(dict.fromkeys(guilty, failure.reason) | alike)
+
+
+def _widened(attempt: _Attempt) -> _Attempt:
+    """With the channels that cannot leave activations but can still leave layers, proved too."""
+    analysis = attempt.analysis
+    first = {(axis.tensor, axis.dim): axis.first for axis in analysis.sets.axes}
+    # Sets may have been joined since these units were pinned, so their labels are looked up again.
+    unproved = [
+        (replace(unit, label=analysis.sets.find(first[unit.members[0][:2]] + unit.members[0][2][0])), reason)
+        for unit, reason in attempt.unproved
+        if unit.members[0][:2] in first
+    ]
+    wide = find_wide_groups(
+        attempt.subject.plain, analysis.trace.steps, analysis.sets, analysis.wide, unproved, analysis.groups
+    )
+    widened = replace(attempt, wide=wide)
+    if wide.groups and not _holds(widened, wide.groups):
+        fewer = wide.without([group for group in wide.groups if not _holds(widened, [group])])
+        widened = replace(attempt, wide=fewer)
+        return widened if _holds(widened, fewer.groups) else attempt
+    return widened
+
+
+def _holds(attempt: _Attempt, wide: Sequence[Group]) -> bool:
+    """Whether these groups can leave layers, together with all that leave activations too."""
+    draws = [attempt.drawn(seed, wide) for seed in range(_NUM_DRAWS)]
+    return all(compare(attempt.bench, dead) is None for dead in draws) and all(
+        compare_in(scene, attempt.bench, draws[0]) is None for scene in attempt.subject.paths.scenes
+    )
+
+
+def _result(attempt: _Attempt, cost: SearchCost) -> ChannelGroups:
+    analysis, wide = attempt.analysis, attempt.wide
+    unproved = {unit.members: reason for unit, reason in attempt.unproved}
+    # Channels that failed in activations but leave layers are removable, so the report does not list them as spared.
+    widened = {
+        (*entry[:2], unproved[unit.members])
+        for group in wide.groups
+        for unit in group.units
+        if unit.members in unproved
+        for entry in unit.members
+    }
+    spared = [entry for entry in analysis.spared if (entry.tensor, entry.dim, entry.reason) not in widened]
+    spared += all_spared(entry for entry in analysis.wide if entry[0].label not in wide.reasons)
+    notes = (*analysis.notes, *attempt.subject.paths.notes())
+    return ChannelGroups((*analysis.groups, *wide.groups), tuple(spared), notes, attempt.bench, cost)

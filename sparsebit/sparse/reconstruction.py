@@ -34,7 +34,9 @@ from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.nodes.graph_module import source_path
 from sparsebit.graph.region import Region
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.rounding.pruning_math import fit_masked, held_out_damping, output_error
@@ -91,16 +93,11 @@ def fit_layers(
     listed = list(calls(batches, pruned, device))
     if not listed:
         raise CalibrationError("reconstruct: no batch was given; give a few batches of inputs")
-    modes = {module: module.training for module in pruned.modules()}
     dense = copy_model(dense).to(device).eval()
-    pruned.eval()
-    try:
+    with evaluating(pruned):
         session = _Session(pruned, dense, masks, max_rows, [real_positions(call, pruned) for call in listed])
         if not session.by_graph(listed, memory_budget):
             session.by_hooks(listed)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return session.found
 
 
@@ -324,11 +321,6 @@ def _input(model: nn.Module, layer: nn.Module, call: Call) -> Tensor:
         found.append(args[0] if args else next(iter(kwargs.values())))
         raise _Reached
 
-    handle = layer.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with contextlib.suppress(_Reached), hooked([layer.register_forward_pre_hook(stop, with_kwargs=True)]):
         model(*call[0], **call[1])
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return found[0]

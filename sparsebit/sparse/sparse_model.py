@@ -52,13 +52,15 @@ from sparsebit.sparse.budgets.ratio_search import (
     measured_costs,
     search_ratios,
 )
+from sparsebit.sparse.channel_groups import ChannelGroups
 from sparsebit.sparse.channels.computed_weights import folded_copy
 from sparsebit.sparse.channels.groups import Unit, layers_of
 from sparsebit.sparse.channels.parametrized_weights import folded_layers
 from sparsebit.sparse.channels.run_state import forget_run_state
 from sparsebit.sparse.config_checks import maskable_weights
 from sparsebit.sparse.example_guess import guessed_example
-from sparsebit.sparse.group_search import ChannelGroups, find_groups
+from sparsebit.sparse.group_search import find_groups
+from sparsebit.sparse.proof.comparing import compare
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.scoring.criteria import criterion
 from sparsebit.sparse.scoring.evidence import Loss, gather_evidence
@@ -374,7 +376,7 @@ class SparseModel(MaskedModule):
             groups, bench = self.groups, self.groups.bench
             dead = rounded(groups.groups, self.dead_units(), bench.sizes, round_to or self._round_to)
             # Each group was proved on random draws of its units. This choice of units is proved once more.
-            if failure := bench.compare(dead, groups.rules):
+            if failure := compare(bench, dead):
                 raise CaptureError(
                     f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers"
                 )

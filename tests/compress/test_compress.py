@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
@@ -285,6 +286,15 @@ def test_every_target(target: str, tmp_path: Path) -> None:
         pytest.importorskip("openvino")
     found = run(tmp_path / "run", rungs=None, target=target, max_loss=5.0)
     assert found.met and found.file is not None and found.file.is_file()
+
+
+@pytest.mark.slow
+def test_a_model_without_one_graph_gets_a_small_file_too(tmp_path: Path) -> None:
+    net = nn.Sequential(trained())
+    net.register_forward_hook(lambda module, inputs, output: None)  # it must run at every call
+    found = compress(net, batches(256, 3), "onnxruntime", folder=tmp_path / "run", budget={"bytes": 0.4}, minutes=3)
+    assert [step.name[3:] for step in found.steps[:3]] == ["w8", "w4-gptq", "w4-nearest"]
+    assert [step.verdict for step in found.steps[:3]] == ["over budget", "failed", "within"] and found.met
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.differential.grammar import generate
 from tests.differential.judges import FAST, available
 from tests.differential.judging import judged
 from tests.differential.net import Net
-from tests.differential.shrinking import smallest
+from tests.differential.shrinking import smallest_net
 from tests.fuzz.choices import Choices
 
 _KEPT = ExitStack()
@@ -76,7 +76,7 @@ def _run(work: tuple[int, tuple[str, ...]]) -> dict[str, Any]:
 
 def _shrunk(work: tuple[int, tuple[str, ...]], kind: str) -> str:
     seed, judges = work
-    net = smallest(net_of(seed), lambda smaller: kind in judged(smaller, judges).faults)
+    net = smallest_net(net_of(seed), lambda smaller: kind in judged(smaller, judges).faults)
     return f"{judged(net, judges).faults.get(kind, '')}\n{net.source()}"
 
 

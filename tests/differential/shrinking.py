@@ -8,21 +8,11 @@ from dataclasses import replace
 
 from tests.differential.net import Net
 from tests.fuzz.program import ModuleClass
-from tests.fuzz.shrink import smaller_classes
+from tests.fuzz.shrink import smaller_classes, smallest
 
 
-def smallest(net: Net, still_fails: Callable[[Net], bool], *, tries: int = 150) -> Net:
-    changed = True
-    while changed and tries > 0:
-        changed = False
-        for smaller in _smaller(net):
-            tries -= 1
-            if tries <= 0:
-                break
-            if still_fails(smaller):
-                net, changed = smaller, True
-                break
-    return net
+def smallest_net(net: Net, still_fails: Callable[[Net], bool], *, tries: int = 150) -> Net:
+    return smallest(net, _smaller, still_fails, tries)
 
 
 def _smaller(net: Net) -> Iterator[Net]:

@@ -11,7 +11,7 @@ from tests.differential.grammar import generate
 from tests.differential.judges import FAST, available
 from tests.differential.judging import judged
 from tests.differential.net import Net
-from tests.differential.shrinking import smallest
+from tests.differential.shrinking import smallest_net
 from tests.fuzz.choices import Choices
 from tests.fuzz.program import ModuleClass, Statement
 
@@ -74,7 +74,7 @@ def test_a_net_is_shrunk_and_printed_as_code() -> None:
     def still_fails(net: Net) -> bool:
         return "LazyConv2d" in net.source()
 
-    net = smallest(_net("ReLU()", "LazyConv2d(8, 4, padding=2)", "LazyBatchNorm2d()", "Tanh()"), still_fails)
+    net = smallest_net(_net("ReLU()", "LazyConv2d(8, 4, padding=2)", "LazyBatchNorm2d()", "Tanh()"), still_fails)
     text = net.source()
     assert len(net.root.statements) == 1 and "nn.LazyConv2d(1, 1, padding=1)" in text
     assert net.shape == (1, 1, 1, 1) and net.config == (("BACKEND", "onnxruntime"),)

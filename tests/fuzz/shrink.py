@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from tests.fuzz.program import ModuleClass, Program, Statement
 
 
 def shrink(program: Program, still_fails: Callable[[Program], bool], *, tries: int = 400) -> Program:
     """Leaves out statements, in all classes, as long as the fault stays."""
+    return smallest(program, _smaller, still_fails, tries)
+
+
+def smallest(one: Any, smaller: Callable[[Any], Iterator[Any]], still_fails: Callable[[Any], bool], tries: int) -> Any:
+    """Takes the first of the smaller ones that still fails, again and again, in so many tries."""
     changed = True
     while changed and tries > 0:
         changed = False
-        for smaller in _smaller(program):
+        for other in smaller(one):
             tries -= 1
             if tries <= 0:
                 break
-            if still_fails(smaller):
-                program, changed = smaller, True
+            if still_fails(other):
+                one, changed = other, True
                 break
-    return program
+    return one
 
 
 def _smaller(program: Program) -> Iterator[Program]:

@@ -505,6 +505,28 @@ def test_an_unseeded_draw_that_rarely_matters_is_no_constant(kind: str) -> None:
     assert list(reasons(plain_copy(Chain(Drops()).eval(), torch.randn(2, 8)))) == ["child"]
 
 
+class Loads(nn.Module):
+    def load(self) -> float:
+        return float(os.urandom(8) == bytes(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class LoadsAtEveryCall(Loads):
+    def weight(self) -> float:
+        return 2 - self.load()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight()
+
+
+def test_a_draw_matters_where_forward_reaches_it() -> None:
+    """Models of transformers have methods that fetch files, and these draw names."""
+    assert not reasons(assert_faithful(Chain(Loads()), torch.randn(2, 8)))
+    assert list(reasons(plain_copy(Chain(LoadsAtEveryCall()).eval(), torch.randn(2, 8)))) == ["child"]
+
+
 def test_a_seeded_generator_is_a_constant() -> None:
     class Seeded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from sparsebit.cli.inputs.data import Data
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.numerics.intervals import difference_margin, share_interval
-from sparsebit.quantization.inspecting.class_scores import LABELS
+from sparsebit.quantization.inspecting.class_scores import parted, scores_in
 from sparsebit.records.scores import ModelScore, ScoreFacts
 
 Predictor = Callable[..., Any]
@@ -170,17 +170,7 @@ def unknown_classes(where: str, num_folders: int | None, num_classes: int | None
 
 def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Tensor | None]:
     """The call and the labels of a batch; labels, if there are any, are whole numbers."""
-    if isinstance(batch, Mapping):
-        name = next((name for name in LABELS if _are_labels(batch.get(name))), None)
-        inputs: Any = {key: value for key, value in batch.items() if key != name}
-        labels = None if name is None else batch[name]
-    elif isinstance(batch, (tuple, list)):
-        count = source if isinstance(source, int) else len(as_call(batch, source)[0])
-        inputs, rest = tuple(batch[:count]), [_tensor(one) for one in batch[count : count + 1]]
-        labels = rest[0] if rest and _are_labels(rest[0]) else None
-    else:
-        inputs, labels = batch, None
-    labels = None if labels is None else labels.detach().cpu().long()
+    inputs, labels = parted(batch, source)
     if isinstance(source, nn.Module):
         return as_call(inputs, source), labels
     if isinstance(inputs, Mapping):
@@ -188,34 +178,18 @@ def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...],
     return (inputs if isinstance(inputs, tuple) else (inputs,), {}), labels
 
 
-def _tensor(value: Any) -> Any:
-    """Convert labels, which are often numpy arrays next to tensors of images."""
-    is_array = type(value).__module__ == "numpy" and hasattr(value, "astype") and value.dtype.kind in "iu"
-    return torch.as_tensor(value.astype("int64")) if is_array else value
-
-
-def _are_labels(value: Any) -> bool:
-    is_whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return is_whole and value.dtype != torch.bool and value.dim() > 0
-
-
 def _classes(output: Any, labels: Tensor | None, data: Data) -> Tensor:
     """The class with the largest score, (samples, ...), on the CPU."""
     where = data.description
-    if isinstance(output, Mapping):
-        output = output.get("logits", next(iter(output.values()), None))
-    elif isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
-        shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
-        is_none = f"an output of {shown} is not scores of classes, (samples, classes)"
-        raise NoScores(f"{where}: {is_none}; give --metric MODULE:FUNCTION, which gets the model and returns a score")
-    classes, num_classes = output.argmax(1).cpu(), output.shape[1]
+    scores = scores_in(output)
+    if isinstance(scores, str):
+        raise NoScores(f"{where}: {scores}; give --metric MODULE:FUNCTION, which gets the model and returns a score")
+    classes, num_classes = scores.argmax(1).cpu(), scores.shape[1]
     if labels is None:
         return classes
     largest, fault = int(labels.max()) if labels.numel() else 0, ""
     if classes.shape != labels.shape:
-        fault = f"{where}: labels of shape {tuple(labels.shape)} and scores of shape {tuple(output.shape)}; give one "
+        fault = f"{where}: labels of shape {tuple(labels.shape)} and scores of shape {tuple(scores.shape)}; give one "
         fault += "label for each sample, or --metric MODULE:FUNCTION"
     elif largest >= num_classes:
         fault = (

@@ -25,6 +25,7 @@ from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.batches import as_call, num_samples_run
+from sparsebit.quantization.calibrating.model_state import switched
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 
@@ -110,12 +111,8 @@ def scored_models(qmodel: QuantModel) -> dict[str, tuple[Callable[..., Any], str
     """The simulation, and the float model inside of it if no algorithm has changed its weights."""
 
     def unquantized(*args: Any, **kwargs: Any) -> Any:
-        switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
-        qmodel.set_quant(w_quant=False, a_quant=False)
-        try:
+        with switched(qmodel.quantizers(), to=False):
             return qmodel(*args, **kwargs)
-        finally:
-            qmodel.set_quant(*switches)
 
     device = str(qmodel.device)
     is_changed = qmodel.float_values_are_lost or len(qmodel.float_parameters)

@@ -26,6 +26,7 @@ from sparsebit.cli.outputs.output import Output, decibel, table
 from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.verb_options import NUM_ROWS, ProfileOptions
 from sparsebit.quantization import QuantModel
+from sparsebit.quantization.calibrating.model_state import switched
 from sparsebit.quantization.recording import record as record_of
 from sparsebit.records import AccuracyGains, Coverage, LayerError, OutputError
 
@@ -102,10 +103,8 @@ def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantM
     reference = _own_reference(qmodel)
     if reference != _FLOAT and has_weights:
         return qmodel, subject.first_batch, _FLOAT
-    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
-    qmodel.set_quant(w_quant=False, a_quant=False)
-    first_batch = subject.first_batch.again(qmodel, qmodel.config.DEVICE)
-    qmodel.set_quant(*switches)
+    with switched(qmodel.quantizers(), to=False):
+        first_batch = subject.first_batch.again(qmodel, qmodel.config.DEVICE)
     return qmodel, first_batch, reference
 
 

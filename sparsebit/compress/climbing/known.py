@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparsebit.compress.climbing.goal import cost_of, rank, used
+from sparsebit.compress.climbing.goal import rank, used
 from sparsebit.records.ladder import LadderGoal, LadderStep
 
 
@@ -70,6 +70,10 @@ class Known:
         """The steps that a rung proposed."""
         return [step for step in self.steps if step.rung == rung]
 
+    def first(self, rung: str) -> LadderStep | None:
+        """The first step of a rung whose candidate was made."""
+        return next((step for step in self.of(rung) if step.cost is not None), None)
+
     def recipe(self, step: LadderStep) -> Any:
         """The recipe of a step, whose fields a rung changes with `replace`."""
         return self.study.recipe(step.recipe)
@@ -78,11 +82,6 @@ class Known:
         """The share of a budget that the best candidate uses: above 1 is too much; 0 without that budget."""
         best = self.best
         return 0.0 if best is None or best.cost is None else used(self.goal, best.cost).get(name, 0.0)
-
-    def share_of(self, step: LadderStep) -> float:
-        """The cost that the search makes small, as a share of the float file's."""
-        assert step.cost is not None
-        return cost_of(self.goal, step.cost)
 
     @property
     def wants_small(self) -> bool:

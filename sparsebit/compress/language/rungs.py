@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsebit.compress.climbing.known import Candidate, Known
 from sparsebit.compress.climbing.rung import LADDERS, register_rung
+from sparsebit.compress.climbing.sizes import SizeLine, bracket
 from sparsebit.compress.language.recipe import LanguageRecipe
 from sparsebit.llm.converting.targets import TARGETS, Target
 from sparsebit.records.ladder import LadderStep
@@ -41,8 +42,8 @@ def four_bits(known: Known) -> Candidate | None:
 @register_rung("scales", order=30, models="language models")
 def scales(known: Known) -> Candidate | None:
     """Scales are chosen by the error after GPTQ, not after rounding to nearest."""
-    four = _of_four_bits(known)
-    if four is None or not known.loses or known.of("scales"):
+    four = _losing_four_bits(known, "scales")
+    if four is None:
         return None
     why = f"{four.name} {four.selection}; scales judged by the error after GPTQ instead of rounding to nearest"
     return _candidate(known, "w4-scales", why, {"scale_search": "gptq"})
@@ -51,8 +52,9 @@ def scales(known: Known) -> Candidate | None:
 @register_rung("small groups", order=40, models="language models")
 def small_groups(known: Known) -> Candidate | None:
     """The smallest usual groups: each scale then serves fewer weights."""
-    four, groups = _of_four_bits(known), [size for size in known.study.groups(known.goal.target) if size >= 32]
-    if four is None or not known.loses or known.of("small groups") or len(groups) < 2:
+    four = _losing_four_bits(known, "small groups")
+    groups = [size for size in known.study.groups(known.goal.target) if size >= 32]
+    if four is None or len(groups) < 2:
         return None
     why = f"{four.name} {four.selection}; groups of {min(groups)} have a scale for fewer weights"
     return _candidate(known, f"w4-groups{min(groups)}", why, {**_best_options(known), "group_size": min(groups)})
@@ -61,8 +63,8 @@ def small_groups(known: Known) -> Candidate | None:
 @register_rung("learned rounding", order=50, models="language models")
 def learned_rounding(known: Known) -> Candidate | None:
     """Rounding and ranges learned block by block."""
-    four = _of_four_bits(known)
-    if four is None or not known.loses or known.of("learned rounding"):
+    four = _losing_four_bits(known, "learned rounding")
+    if four is None:
         return None
     why = f"{four.name} {four.selection}; autoround learns rounding and ranges block by block"
     return _candidate(known, "w4-autoround", why, {"method": "autoround"})
@@ -90,7 +92,7 @@ def mixed_bits(known: Known) -> Candidate | None:
 def fewer_bits(known: Known) -> Candidate | None:
     """3, then 2 bits, while they keep the loss or the budget asks for them."""
     below = [bits for bits in sorted(_row(known).bits, reverse=True) if bits < 4]
-    done, four = known.of("fewer bits"), _of_four_bits(known)
+    done, four = known.of("fewer bits"), known.first("four bits")
     if len(done) >= len(below) or four is None:
         return None
     last = done[-1] if done else four
@@ -112,9 +114,9 @@ def _row(known: Known) -> Target:
     return TARGETS[known.goal.target]
 
 
-def _of_four_bits(known: Known) -> LadderStep | None:
-    """The first candidate of 4 bits, if it was made."""
-    return next((step for step in known.of("four bits") if step.cost is not None), None)
+def _losing_four_bits(known: Known, rung: str) -> LadderStep | None:
+    """The first candidate of 4 bits, if more accuracy is wanted and this rung has not tried to get it."""
+    return known.first("four bits") if known.loses and not known.of(rung) else None
 
 
 def _best_options(known: Known) -> dict[str, Any]:
@@ -139,12 +141,9 @@ def _bits_wanted(known: Known, made: list[LadderStep]) -> float | None:
         return known.goal.budget["bits"] - scales_bits - 0.01
     if "bytes" in known.goal.budget:
         return _bits_for_bytes(known, made)
-    within = [_mean_bits(known, step) for step in made if step.verdict == "within"]
-    beyond = [_mean_bits(known, step) for step in made if step.verdict == "too much loss"]
-    low = max((bits for bits in beyond if not within or bits < min(within)), default=None)
-    if low is None or not within or min(within) - low < 4 * _CLOSE:
-        return None
-    return (min(within) + low) / 2
+    bits = [(step.verdict, _mean_bits(known, step)) for step in made]
+    bounds = bracket((b for v, b in bits if v == "within"), (b for v, b in bits if v == "too much loss"))
+    return None if bounds is None or bounds[1] - bounds[0] < 4 * _CLOSE else sum(bounds) / 2
 
 
 def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
@@ -152,10 +151,10 @@ def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
     limit = known.goal.budget["bytes"]
     size = limit * known.study.float_bytes if limit <= 1 else limit
     apart = {_mean_bits(known, step): step.cost.num_bytes for step in made if step.cost}
-    if len(apart) < 2:
-        return None
     (bits, total), (more_bits, more) = min(apart.items()), max(apart.items())
-    return bits + (size - total) * (more_bits - bits) / (more - total) - 0.01
+    if more <= total:  # one candidate, or smaller groups, whose scales take what fewer bits save
+        return None
+    return SizeLine(bits, total, (more - total) / (more_bits - bits)).asked_for(size) - 0.01
 
 
 def _mean_bits(known: Known, step: LadderStep) -> float:

@@ -4,8 +4,8 @@ A rung sees the goal and all steps so far (`Known`), and starts from one of them
 bits. Cheap and promising rungs have small orders. The search asks every rung in order, again and again, until none has
 a new candidate; a candidate whose recipe was tried already counts as none, so a rung may propose it again.
 
-Sizes before quantization are estimated from measured files (`_packed`, `_share_under_budget`): a file also holds its
-graph, scales and float layers, so the share that is asked for is corrected by what the last files took.
+Sizes before quantization are estimated from measured files (`_weights_of`, `_share_under_budget`): a file also holds
+its graph, scales and float layers, so the share that is asked for is corrected by what the last files took.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from sparsebit.compress.climbing.known import Candidate, Known
 from sparsebit.compress.climbing.rung import LADDERS, register_rung
+from sparsebit.compress.climbing.sizes import SizeLine, bracket
 from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.config.schema import QuantConfig
 from sparsebit.deploy.runtimes import PROFILES
@@ -108,7 +109,7 @@ def float_layers(known: Known) -> Candidate | None:
 
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
-    """4-bit weights, rounded by GPTQ, then by reconstruction."""
+    """4-bit weights, rounded by GPTQ, then by reconstruction; without a graph of the whole model, to nearest."""
     if not known.wants_small or not _needs_fewer_bytes(known) or 4 not in known.study.low_bits:
         return None
     done = known.of("four bits")
@@ -116,6 +117,9 @@ def four_bits(known: Known) -> Candidate | None:
         why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
         return Candidate("w4-gptq", why, Recipe(with_effort(known.study.low_bit_config, "good")))
     first = done[0]
+    if len(done) == 1 and first.cost is None:
+        why = f"{first.name} {_loss(first)}; rounding to nearest needs no graph of the whole model"
+        return Candidate("w4-nearest", why, Recipe(known.study.low_bit_config))
     is_enough = first.verdict == "within" and known.goal.prefer != "loss"
     if len(done) > 1 or first.selection is None or is_enough:  # reconstruction changes the loss, not the size
         return None
@@ -126,27 +130,24 @@ def four_bits(known: Known) -> Candidate | None:
 @register_rung("mixed bits", order=70)
 def mixed_bits(known: Known) -> Candidate | None:
     """2, 4 or 8 bits per layer, by sensitivity: as few bytes as keep the loss, or the least loss in the budget."""
-    four = next((step for step in known.of("four bits") if step.cost is not None), None)
-    eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
+    four, eight = known.first("four bits"), known.first("eight bits")
     tried, bits = [step for step in known.of("mixed bits") if step.cost is not None], known.study.low_bits
-    if four is None or four.cost is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
+    if four is None or len(known.of("mixed bits")) >= _MOST_BITS_TRIES:
         return None
-    most = 1.0 if eight is None or eight.cost is None else eight.cost.bytes_ratio
+    most = 1.0 if eight is None else _size(eight)
     # One bit of every weight is 1/32 of the float file's weights.
-    least = four.cost.bytes_ratio - (4 - bits[0]) / 32
-    low, high = (least, four.cost.bytes_ratio) if four.verdict == "within" else (four.cost.bytes_ratio, most)
+    least = _size(four) - (4 - bits[0]) / 32
     if "bytes" in known.goal.budget:
-        low, high, share = least, most, _share_under_budget(known, tried)
-        if share is None:
-            return None
-    else:  # bisection between the bits that keep the loss and those that do not
-        for step in tried:
-            assert step.cost is not None
-            low, high = (low, step.cost.bytes_ratio) if step.verdict == "within" else (step.cost.bytes_ratio, high)
-        share = (low + high) / 2
-    if not low < share < high:
+        share = _share_under_budget(known, tried)
+    else:  # the fewest bits are taken to lose too much, and 8 bits to keep the loss, until they are measured
+        made = (four, *tried)
+        kept = [most, *(_size(step) for step in made if step.verdict == "within")]
+        bounds = bracket(kept, [least, *(_size(step) for step in made if step.verdict != "within")])
+        share = None if bounds is None else sum(bounds) / 2
+    if share is None or not least < share < most:
         return None
-    config = known.study.bits_under(with_effort(known.study.low_bit_config, "good"), _packed(share, four), bits)
+    asked = _weights_of(four).asked_for(share)
+    config = known.study.bits_under(known.recipe(four).config, asked, bits)
     listed = " or ".join(map(str, bits))
     why = f"{four.name} {_loss(four)}; {listed} bits by how much each layer loses, at {share:.3f} of the float bytes"
     return Candidate(f"mixed-{share:.3f}", why, Recipe(config))
@@ -155,17 +156,17 @@ def mixed_bits(known: Known) -> Candidate | None:
 @register_rung("channels and bits", order=80)
 def channels_and_bits(known: Known) -> Candidate | None:
     """Removes channels and chooses bits together, for a budget of bytes that fewer bits do not reach, or not well."""
-    four = next((step for step in known.of("four bits") if step.cost is not None), None)
+    four = known.first("four bits")
     tried = [step for step in known.of("channels and bits") if step.cost is not None]
     if "bytes" not in known.goal.budget or four is None or len(known.of("channels and bits")) >= _MOST_JOINT_TRIES:
         return None
-    assert four.cost is not None
     limit, share = _limit(known, "bytes"), _share_under_budget(known, tried)
-    if share is None or limit > four.cost.bytes_ratio * 1.5:
+    if share is None or limit > _size(four) * 1.5:
         return None
     config = known.study.low_bit_config
-    found = known.study.channels_and_bits(config, max(_packed(share, four), 0.01), known.study.low_bits)
-    why = f"the budget of {limit:.3f} of the bytes, against {four.cost.bytes_ratio:.3f} with 4 bits: channels go too"
+    asked = max(_weights_of(four).asked_for(share), 0.01)
+    found = known.study.channels_and_bits(config, asked, known.study.low_bits)
+    why = f"the budget of {limit:.3f} of the bytes, against {_size(four):.3f} with 4 bits: channels go too"
     return Candidate(f"joint-{share:.3f}", why, Recipe(with_effort(found.qconfig, "good"), sconfig=found.sconfig))
 
 
@@ -177,7 +178,7 @@ def channels(known: Known) -> Candidate | None:
     if not wanted or len(tried) >= _MOST_JOINT_TRIES:
         return None
     name = max(wanted, key=lambda key: wanted[key])
-    eight = next((step for step in known.of("eight bits") if step.cost is not None), None)
+    eight = known.first("eight bits")
     if eight is None or eight.cost is None:
         return None
     # The quantized file takes `before` of the float amount; channels save the rest, each try 5 % more than the last.
@@ -262,15 +263,20 @@ def _cannot_fit(known: Known, bits: int) -> bool:
 def _share_under_budget(known: Known, tried: list[LadderStep]) -> float | None:
     """The share to ask for so that the file just fits, corrected by how far earlier files missed it; None: it fits."""
     limit = _limit(known, "bytes")
-    spares = [limit - step.cost.bytes_ratio for step in tried if step.cost is not None]
+    spares = [limit - _size(step) for step in tried]
     if spares and 0 <= spares[-1] < _SPARE * limit:
         return None
     # An excess is corrected by more than itself and a rest by less, so that the next file stays below the limit.
     return limit + sum(spare * (1.1 if spare < 0 else 0.9) for spare in spares)
 
 
-def _packed(share: float, four: LadderStep) -> float:
-    """The share of the weights' bytes in this share of the file's: a file also holds its graph and scales."""
-    assert four.cost is not None
-    rest = max(0.0, four.cost.bytes_ratio - 0.125)  # 4-bit weights alone are 4/32 of the float ones
-    return share - rest
+def _weights_of(four: LadderStep) -> SizeLine:
+    """The share of the file's bytes over the share of the weights': a file also holds its graph and scales."""
+    weights = 4 / 32  # of 4-bit weights, by the float ones
+    return SizeLine(weights, max(weights, _size(four)), 1.0)
+
+
+def _size(step: LadderStep) -> float:
+    """The share of the float file's bytes that a file takes."""
+    assert step.cost is not None
+    return step.cost.bytes_ratio

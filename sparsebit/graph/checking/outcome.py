@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
+from sparsebit.graph.state.modes import all_modules
 from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested, tensors_of
@@ -148,7 +148,7 @@ class Snapshot:
     """
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
-        modules = _modules_of(roots)
+        modules = all_modules(*roots)
         self.states = [state for module in modules for state in states_of(module, inside=False)]
         written = [*tensors_of(call), *(tensor for state in self.states for tensor in state.tensors())]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
@@ -170,18 +170,6 @@ class Snapshot:
                 is_counted = version is not None and _version(tensor) != version
                 if is_counted or not _is_same(tensor, value):  # a write through `.data` is not counted
                     tensor.copy_(value)
-
-
-def _modules_of(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """Every module of the roots, and of the modules that captured graphs in them were traced from."""
-    found: dict[int, nn.Module] = {}
-    waiting = list(roots)
-    for root in waiting:
-        for module in root.modules():
-            if id(module) not in found:
-                found[id(module)] = module
-                waiting += [module.source] if isinstance(module, CapturedGraph) else []
-    return list(found.values())
 
 
 @contextlib.contextmanager

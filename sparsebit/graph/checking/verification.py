@@ -30,6 +30,7 @@ from sparsebit.graph.checking.outcome import (
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 
 # (path, module, call) -> the stand-in that is compared with the module on such calls, and the stand-in's buffers.
@@ -129,11 +130,8 @@ class _Watch:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
         )
-        try:
+        with hooked(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _difference(self, path: str, call: Call, expected: Outcome) -> str | None:
         try:

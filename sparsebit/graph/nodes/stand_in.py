@@ -1,4 +1,4 @@
-"""`StandIn`: a module that replaces another one and has its class in `isinstance`."""
+"""`StandIn`: a module that replaces another one, and has its class in `isinstance` and its attributes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import nn
 
 
 class StandIn(nn.Module):
-    """`isinstance(layer, nn.Linear)` has the same result as for the module that this one replaces."""
+    """`isinstance(layer, nn.Linear)` has the same result as for the replaced module.
+
+    Attributes that this module lacks are read from it.
+    """
 
     def _replaced_module(self) -> nn.Module | None:
-        """The module that this one replaces; None while there is none."""
+        """The module that this one replaces; None while there is none. Must not read an attribute that is missing."""
         raise NotImplementedError(f"{type(self).__name__} must define _replaced_module()")
 
     @property
@@ -30,6 +33,15 @@ class StandIn(nn.Module):
     def __class__(self, kind: type) -> None:
         """Change the real type, as `fully_shard` does."""
         vars(object)["__class__"].__set__(self, kind)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._replaced_module()
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the real type; by default pickle uses `__class__`, which is another one here."""

@@ -1,11 +1,10 @@
 """`FrozenValues`: notices when a plain value that a graph holds as a constant has changed since the trace.
 
 A trace reads `self.temperature`, or a global, once; a later assignment would have no effect on the graph. `Region` asks
-`changed()` at every call. So the cost per call must be small: the bytecode of the traced code shows which names it can
-read (`_Reads`), only these values are watched, and they are compared in groups, in C (`operator.attrgetter`).
+`changed()` at every call. So the cost per call must be small: only values that the traced code can read
+(`code_reads.py`) are watched, and they are compared in groups, in C (`operator.attrgetter`).
 
-Attributes of modules are watched by name, containers and plain objects by content, several levels deep. It errs on the
-side of watching too much: strings in the code may be names of attributes, and code with `getattr` may read anything.
+Attributes of modules are watched by name, containers and plain objects by content, several levels deep.
 """
 
 from __future__ import annotations
@@ -14,29 +13,25 @@ import argparse
 import collections
 import contextlib
 import copy
-import dis
 import enum
-import functools
 import operator
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparsebit.graph.values.code import FOREIGN, MAX_FUNCTIONS, closed_over, function_of, is_foreign
+from sparsebit.graph.state.code_reads import PLAIN, CodeReads, is_library, reads_of, reads_of_functions
+from sparsebit.graph.values.code import is_foreign
 
 _REGISTRIES = nn.Module().__dict__.keys()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset, torch.dtype, torch.device)
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 _MAX_BYTES = 4096
 _CONTAINERS = (list, dict, set, collections.deque)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)  # of Python itself, but they hold the user's values
-_DYNAMIC = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__"})
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,11 @@ class FrozenValues:
         self._groups: list[_Group] = []
         self._seen: set[int] = set()
         modules = list(modules)
-        reads, size = _Reads(), -1
+        reads, size = CodeReads(), -1
         for _, module in modules:
             patched = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
-            reads.update(_reads_of(type(module)))
-            reads.update(_reads_of_functions(patched))
+            reads.update(reads_of(type(module)))
+            reads.update(reads_of_functions(patched))
         while size != len(reads):  # objects that are found may have code (properties) that reads further values
             size, self._groups, self._seen = len(reads), [], set()
             for path, module in modules:
@@ -85,7 +80,7 @@ class FrozenValues:
             places = ("attributes that were missing",)
             self._groups.append(_Group(lambda given: [name for name in given if name in known], new_names, [], places))
 
-    def _watch_surroundings(self, reads: _Reads) -> None:
+    def _watch_surroundings(self, reads: CodeReads) -> None:
         """Globals, variables around functions, default arguments, attributes of classes."""
         for kind in list(reads.classes):
             names = [name for name in _data_of(kind) if reads.may_read(name)]
@@ -106,7 +101,7 @@ class FrozenValues:
         changed = next((group for group in self._groups if group.is_changed), None)
         return None if changed is None else _described(changed)
 
-    def _watch_module(self, path: str, module: nn.Module, reads: _Reads) -> None:
+    def _watch_module(self, path: str, module: nn.Module, reads: CodeReads) -> None:
         here = f"{path}." if path else ""
         own = [name for name in vars(module) if name not in _REGISTRIES and not name.startswith("_tensor_constant")]
         of_class = [name for base in type(module).__mro__ if not is_foreign(base) for name in _data_of(base)]
@@ -129,17 +124,17 @@ class FrozenValues:
             places = tuple(f"{here}{name}" for name in names)
             self._groups.append(_Group(read, holder, read(holder), places, is_outside))
 
-    def _watch_outside(self, read: Callable[[Any], Any], holder: Any, place: str, reads: _Reads) -> None:
+    def _watch_outside(self, read: Callable[[Any], Any], holder: Any, place: str, reads: CodeReads) -> None:
         """A value that does not belong to the model, and what it holds."""
         try:
             value = read(holder)
         except ValueError:  # a variable without a value
             return
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             self._groups.append(_Group(read, holder, value, (place,), True))
         self._watch_inside(value, place, reads, 0, is_outside=True)
 
-    def _watch_inside(self, value: Any, place: str, reads: _Reads, depth: int, *, is_outside: bool = False) -> None:
+    def _watch_inside(self, value: Any, place: str, reads: CodeReads, depth: int, *, is_outside: bool = False) -> None:
         """Watch the contents of a container or a plain object, several levels deep.
 
         For a dictionary outside of the model, only its current entries are watched: code may keep its own results
@@ -149,7 +144,7 @@ class FrozenValues:
             self._groups.append(_Group(_BYTES, value, value.tobytes(), (place,), is_outside))
         elif isinstance(value, torch.Tensor) and depth and not value.is_inference():
             self._groups.append(_Group(_version, value, value._version, (f"changes in place of {place}",), is_outside))
-        simple = (nn.Module, torch.Tensor, type, *(kind for kind in _PLAIN if kind is not tuple))
+        simple = (nn.Module, torch.Tensor, type, *(kind for kind in PLAIN if kind is not tuple))
         if isinstance(value, simple) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(value))
@@ -163,8 +158,8 @@ class FrozenValues:
             for key, item in _items(value) if isinstance(value, dict) else enumerate(value):
                 self._watch_inside(item, f"{place}[{key!r}]", reads, depth + 1, is_outside=is_outside)
         elif not is_foreign(type(value)) or isinstance(value, _RECORDS):
-            if not _is_library(type(value).__module__):
-                reads.update(_reads_of(type(value)))  # its properties read others
+            if not is_library(type(value).__module__):
+                reads.update(reads_of(type(value)))  # its properties read others
             slots = [name for base in type(value).__mro__ for name in _slots_of(base)]
             held = vars(value) if _has_dict(value) else [name for name in slots if hasattr(value, name)]
             names = [name for name in held if reads.may_read(name)]
@@ -233,7 +228,7 @@ def _items(held: dict[Any, Any]) -> list[Any]:
 def _data_of(kind: type) -> Iterator[str]:
     """The names of values, and of lists, dictionaries and plain objects, that a class holds for its instances."""
     for name, value in vars(kind).items():
-        is_data = isinstance(value, (*_CONTAINERS, *_RECORDS, *_PLAIN)) or _is_record(value)
+        is_data = isinstance(value, (*_CONTAINERS, *_RECORDS, *PLAIN)) or _is_record(value)
         if not name.startswith("__") and is_data:
             yield name
 
@@ -252,123 +247,6 @@ def _described(group: _Group) -> str:
         return f"{', '.join(group.names)}: a value that was captured is missing"
     before_and_now = (group.held, now) if len(group.names) > 1 else ([group.held], [now])
     for name, before, value in zip(group.names, *before_and_now, strict=True):
-        if before is not value and not (isinstance(before, _PLAIN) and before == value):
+        if before is not value and not (isinstance(before, PLAIN) and before == value):
             return f"{name} = {before!r:.80} was captured, and it is {value!r:.80} now"
     return f"{', '.join(group.names)}: another value was captured"
-
-
-# --- what code can read
-
-
-@dataclass
-class _Reads:
-    """The names that functions look up: attributes, strings that may name attributes, globals by namespace."""
-
-    attributes: set[str] = field(default_factory=set)
-    strings: set[str] = field(default_factory=set)
-    globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
-    cells: dict[int, tuple[types.CellType, str]] = field(default_factory=dict)
-    classes: dict[type, None] = field(default_factory=dict)
-    with_defaults: dict[types.FunctionType, None] = field(default_factory=dict)
-    is_dynamic: bool = False  # whether the code may compute names of attributes (`getattr`): then it may read any
-
-    def __len__(self) -> int:
-        return len(self.attributes) + len(self.strings) + len(self.globals) + len(self.cells) + len(self.with_defaults)
-
-    def may_read(self, name: object) -> bool:
-        return self.is_dynamic or name in self.attributes or name in self.strings
-
-    def update(self, other: _Reads) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) | value)
-
-
-def settings_of(kind: type) -> set[str]:
-    """The attributes that the code of a class reads and sets only in `__init__`: its settings."""
-    read, written = set[str](), set[str]()
-    own = (item for base in kind.__mro__ if not is_foreign(base) for item in vars(base).items())
-    for name, member in own:
-        function = function_of(member)
-        if function is not None and name != "__init__":
-            read |= _looked_up(function.__code__)[0]
-            steps = dis.get_instructions(function.__code__)
-            written |= {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
-    return read - written
-
-
-def _reads_of(kind: Any) -> _Reads:
-    return _reads_of_functions(
-        [member for base in kind.__mro__ if not is_foreign(base) for member in vars(base).values()]
-    )
-
-
-def _reads_of_functions(members: Iterable[Any]) -> _Reads:
-    """The names that these functions look up, and those of the functions that they call by name."""
-    found, waiting, seen = _Reads(), list(members), set[int]()
-    while waiting and len(seen) < MAX_FUNCTIONS:
-        function = function_of(waiting.pop())
-        if function is None or id(function) in seen or is_foreign(function):
-            continue
-        seen.add(id(function))
-        waiting += closed_over(function)
-        attributes, strings, names = _looked_up(function.__code__)
-        found.attributes |= attributes
-        found.strings |= strings
-        found.is_dynamic |= not _DYNAMIC.isdisjoint(attributes | names)
-        waiting += [function.__globals__.get(name) for name in names]
-        if _is_installed(function.__module__):  # of an installed package only plain globals may be set by users
-            plain = [name for name in names if isinstance(function.__globals__.get(name), _PLAIN)]
-            found.globals |= {(id(function.__globals__), name): (function.__globals__, name) for name in plain}
-        else:
-            waiting += _note_surroundings(function, attributes, names, found)
-    return found
-
-
-def _note_surroundings(
-    function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
-) -> list[Any]:
-    """Record cells, defaults and globals of a function. Returns the members of classes and modules that it names."""
-    reached: list[Any] = []
-    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        found.cells[id(cell)] = (cell, name)
-    if function.__defaults__ or function.__kwdefaults__:
-        found.with_defaults[function] = None
-    for name in names:
-        found.globals[id(function.__globals__), name] = (function.__globals__, name)
-        value = function.__globals__.get(name)
-        if isinstance(value, type) and not _is_library(value.__module__) and value not in found.classes:
-            found.classes[value] = None
-            reached += vars(value).values()
-        elif isinstance(value, types.ModuleType) and not _is_library(value.__name__):
-            for attribute in attributes & vars(value).keys():
-                found.globals[id(vars(value)), attribute] = (vars(value), attribute)
-                reached.append(vars(value)[attribute])
-    return reached
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in FOREIGN or _is_installed(module)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(module: str | None) -> bool:
-    place = str(getattr(sys.modules.get(str(module)), "__file__", ""))
-    return "site-packages" in place or "dist-packages" in place
-
-
-@functools.lru_cache(maxsize=4096)
-def _looked_up(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names of attributes, strings and globals in the code, and in functions inside of it."""
-    attributes, strings, names = set[str](), set[str](), set[str]()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(str(step.argval))
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(str(step.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, str) and constant.isidentifier():
-            strings.add(constant)
-        elif isinstance(constant, types.CodeType):
-            for known, inner in zip((attributes, strings, names), _looked_up(constant), strict=True):
-                known |= inner
-    return frozenset(attributes), frozenset(strings), frozenset(names)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -32,7 +32,9 @@ from sparsebit.graph.values.nested import tensors_of
 
 _MAX_ITEMS = 256
 _MISSING = object()
+_Followed: TypeAlias = tuple[types.FunctionType, list[dict[str, Any]]]  # a function, and where its names can be
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CALLED_BY_TORCH = {"forward", "__call__", "__getattr__", "__getattribute__"}
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,14 @@ def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]
     if kind not in known:
         bases = [base for base in kind.__mro__ if not is_foreign(base)]
         own = [member for base in bases for member in vars(base).values()]
-        known[kind] = [*_reached_by(own), *(place for base in bases for place in _attributes(base))]
+        attributes = (place for base in bases for place in _attributes(base))
+        known[kind] = [*_reached_by(own), *attributes, *_unseeded(bases)]
     patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
     hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
     if not patched and not hooks:
         return known[kind]
-    return [*known[kind], *_reached_by([*patched, *map(_code_of, hooks)]), *filter(None, map(_owner, hooks))]
+    added = [*patched, *map(_code_of, hooks)]
+    return [*known[kind], *_reached_by(added), *_draws(_followed(added)), *filter(None, map(_owner, hooks))]
 
 
 def _code_of(hook: Any) -> Any:
@@ -147,38 +151,62 @@ def _owner(hook: Any) -> Place | None:
 
 def _reached_by(members: list[Any]) -> Iterator[Place]:
     """The globals, closures and default arguments of functions, and of those that they call by name."""
-    waiting, seen, places = list(members), set[int](), set[tuple[int, str]]()
-    while waiting and len(seen) < MAX_FUNCTIONS:
-        function = function_of(waiting.pop())
-        if function is None or id(function) in seen or is_foreign(function):
-            continue
-        seen.add(id(function))
-        if source := draws_unseeded(function.__code__):
-            yield Place(f"the numbers from {source}() (no seed)", object, _ignore)  # at every read another object
+    places = set[tuple[int, str]]()
+    for function, spaces in _followed(members):
         for cell in function.__closure__ or ():
-            content = _content(cell)
-            waiting.append(content)
-            if _is_data(content) and (id(cell), "") not in places:
+            if _is_data(_content(cell)) and (id(cell), "") not in places:
                 places.add((id(cell), ""))
                 yield _cell(cell, function)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, CONTAINERS):
                 yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
-        names, spaces = names_in(function.__code__), [function.__globals__]
-        for namespace, name in ((space, name) for space in spaces for name in names):
-            value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
-            waiting.append(value)
-            if isinstance(value, types.ModuleType):  # `helpers.step(x)`
-                if value.__name__.partition(".")[0] not in FOREIGN and all(
-                    vars(value) is not known for known in spaces
-                ):
-                    spaces.append(vars(value))
-            elif isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
+        for namespace, name in ((space, name) for space in spaces for name in names_in(function.__code__)):
+            value = namespace.get(name, _MISSING)
+            if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
                 places.add((id(value), ""))
                 yield from _attributes(value)
             elif _is_data(value) and (id(namespace), name) not in places:
                 places.add((id(namespace), name))
                 yield _global(namespace, name)
+
+
+def _unseeded(bases: list[type]) -> Iterator[Place]:
+    """A place that always changes, if what `forward` calls draws numbers without a seed.
+
+    Other methods are left out: those of transformers that load files reach such draws, and no forward calls them.
+    """
+    members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
+    roots = [member for name, member in members.items() if name in _CALLED_BY_TORCH]
+    return _draws(_followed(roots, members))
+
+
+def _draws(functions: Iterable[_Followed]) -> Iterator[Place]:
+    sources = (draws_unseeded(function.__code__) for function, _ in functions)
+    for source in filter(None, sources):
+        yield Place(f"the numbers from {source}() (no seed)", object, _ignore)  # at every read another object
+
+
+def _followed(members: list[Any], methods: Mapping[str, Any] = types.MappingProxyType({})) -> Iterator[_Followed]:
+    """The functions, those that they call by name, and so on, each with the namespaces that its names can be in.
+
+    `methods`: of the class, where `self.name` can be in.
+    """
+    waiting, seen = list(members), set[int]()
+    while waiting and len(seen) < MAX_FUNCTIONS:
+        function = function_of(waiting.pop())
+        if function is None or id(function) in seen or is_foreign(function):
+            continue
+        seen.add(id(function))
+        waiting.extend(_content(cell) for cell in function.__closure__ or ())
+        names, spaces = names_in(function.__code__), [function.__globals__]
+        waiting.extend(methods[name] for name in names.intersection(methods))
+        for namespace, name in ((space, name) for space in spaces for name in names):
+            value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
+            waiting.append(value)
+            is_of_user = isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in FOREIGN
+            if is_of_user and all(vars(value) is not known for known in spaces):  # `helpers.step(x)`
+                spaces.append(vars(value))
+        yield function, spaces
 
 
 def _content(cell: types.CellType) -> Any:

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nodes.example import UNKNOWN, class_name, kind_of, value_of
-from sparsebit.graph.nodes.value_kinds import is_part_of_input, python_values
 from sparsebit.graph.state.training_flag import TrainingFlag
+from sparsebit.graph.tracing.proxies import class_of, has_attribute
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)  # torch, the whole package
 _STDLIB, _SITE = (sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
@@ -35,7 +34,6 @@ _OF_NO_MODEL = frozenset({
     "playwright", "pydantic", "rich", "pygments", "typer", "click", "yaml", "huggingface_hub", "tokenizers",
 })  # fmt: skip
 _MISSING = object()
-_OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
 
 @contextlib.contextmanager
@@ -138,19 +136,6 @@ def _replacements(tracer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def class_of(tracer: Any, value: Any) -> type:
-    """The class of the value that is traced; guarded where it depends on an input."""
-    if isinstance(value, TrainingFlag):
-        return bool
-    example = value_of(value.node)
-    if example is UNKNOWN and value.node in python_values(tracer.graph):
-        tracer.refuse("asks for the class of a size that is not known without example_inputs")
-    kind = torch.Tensor if example is UNKNOWN else _class_of_example(example)
-    if _may_vary(tracer, value.node):
-        tracer.add_guard(tracer.create_proxy("call_function", kind_of, (value,), {}).node, class_name(kind))
-    return kind
-
-
 def _flat(classes: Any) -> list[Any]:
     """The classes of a second argument of `isinstance`."""
     if isinstance(classes, tuple):
@@ -163,34 +148,3 @@ def _is_of_type(value: Any, kind: Any) -> bool:
     if not isinstance(kind, builtins.type(torch.FloatTensor)) or isinstance(value, TrainingFlag):
         return False
     return bool(value.dtype == kind.dtype) and bool(value.is_cuda == kind.is_cuda) and bool(value.layout == kind.layout)
-
-
-def has_attribute(tracer: Any, value: Any, name: str) -> bool:
-    if isinstance(value, TrainingFlag):
-        return hasattr(False, name)
-    example = value_of(value.node)
-    answer = hasattr(torch.Tensor if example is UNKNOWN else example, name)
-    if _may_vary(tracer, value.node):
-        tracer.add_guard(tracer.create_proxy("call_function", hasattr, (value, name), {}).node, answer)
-    return answer
-
-
-def _may_vary(tracer: Any, node: fx.Node) -> bool:
-    """Whether another call could bring a value of another class.
-
-    Without an example a value is assumed to be a tensor, and guarded; a result of unknown code is not.
-    """
-    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if module is not None:
-        is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)
-        if value_of(node) is UNKNOWN and not is_known:
-            tracer.refuse("asks for the class of a value that is not known without example_inputs")
-        return not is_known
-    return value_of(node) is UNKNOWN or node.op == "placeholder" or is_part_of_input(node)
-
-
-def _class_of_example(example: Any) -> type:
-    if isinstance(example, torch.Tensor):
-        original = getattr(example, "_class_of_original", builtins.type(example))
-        return original if class_name(original) != "Tensor" else torch.Tensor
-    return builtins.type(example)

@@ -7,7 +7,7 @@ Differences to `torch.fx.Tracer`:
   time; a branch on it takes the eval path and is reported; a module without weights that branches on it is a leaf;
 * factories (`torch.arange(h)`) accept traced sizes;
 * nodes are named after the module whose code calls the op (`node_names.py`);
-* values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
+* values have examples, where example inputs are given, and answer Python's questions from them (`proxies.py`).
 
 The invariant: a trace either represents what the code does for every call that passes the graph's guards, or it ends
 with the reason (`refuse`), and the module runs its own code. Whatever the traced code changed is undone. One trace runs
@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sparsebit.graph.nodes.aliasing import OPERATORS, writes_by_name
-from sparsebit.graph.nodes.example import GIVEN, Example, ExampleProxy, forget_values, guard, value_of
+from sparsebit.graph.nodes.example import GIVEN, Example, forget_values, guard, value_of
 from sparsebit.graph.nodes.graph_module import NAME_KEY
 from sparsebit.graph.nodes.node_names import NodeNames
 from sparsebit.graph.nodes.value_kinds import asks_about_training, depends_on_input, is_part_of_input, python_values
@@ -39,7 +39,8 @@ from sparsebit.graph.state.training_flag import TrainingFlag, tests_identity
 from sparsebit.graph.tracing.example_values import ExampleValues
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.patched_torch import TRACING, traced_factories, unfused_attention
-from sparsebit.graph.tracing.traced_builtins import class_of, traced_builtins
+from sparsebit.graph.tracing.proxies import ExampleProxy
+from sparsebit.graph.tracing.traced_builtins import traced_builtins
 from sparsebit.graph.tracing.traced_calls import TracedCalls
 from sparsebit.graph.tracing.untraceable import watched
 from sparsebit.graph.values.copying import is_held
@@ -94,9 +95,6 @@ class LeafTracer(fx.Tracer):
 
     def refuse(self, reason: str) -> NoReturn:
         self._calls.refuse(reason)
-
-    def class_of(self, obj: fx.Proxy) -> type:
-        return class_of(self, obj)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         self.refuse("symbolically traced variables cannot be used as inputs to control flow")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.llm.caching.packed_cache import extended
 from sparsebit.llm.models.architectures import architecture_of, blocks_of
-from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.progress import track
 
 # Layers by which compressed-tensors, and therefore transformers, recognizes attention with a cache.

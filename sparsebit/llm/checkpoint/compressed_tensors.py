@@ -1,10 +1,11 @@
-"""The formats of compressed-tensors, which transformers and vLLM read: `pack-quantized`, and three for float weights.
+"""The formats of compressed-tensors, which transformers and vLLM read: two for whole numbers, and three for floats.
 
 A packed layer `NAME` has `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and
 if it is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. A float layer has
 `NAME.weight` (fp8) or `NAME.weight_packed` (two 4-bit numbers in a byte), `NAME.weight_scale`, and for nvfp4
-`NAME.weight_global_scale`, by which the scales are divided. The config's `quantization_config` says which layers have
-which number format.
+`NAME.weight_global_scale`, by which the scales are divided. A layer whose inputs are rounded to int8 has its codes in
+`NAME.weight`, one in a byte; constant scales of inputs are `NAME.input_scale`, or `NAME.input_global_scale` for nvfp4.
+The config's `quantization_config` says which layers have which number format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat, WeightKind, layer_parts
 from sparsebit.llm.layers.float_kinds import GROUPS, FloatKind
 from sparsebit.llm.layers.float_weight import FloatWeight, Weight
-from sparsebit.llm.layers.input_rounding import InputFormat, InputRounding
+from sparsebit.llm.layers.input_kinds import SCHEMES, InputFormat
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
@@ -32,6 +34,7 @@ _SUFFIXES: dict[WeightKind, tuple[str, ...]] = {
 }
 _DENSE = ("weight", "weight_scale", "weight_zero_point")
 _INPUTS = ("input_scale", "input_zero_point")
+_GLOBAL = ("input_global_scale",)
 FORMATS: dict[WeightKind, str] = {"int": "pack-quantized", "fp8": "float-quantized"}
 FORMATS |= {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 # The types of the scales, as compressed-tensors names them; without them it takes a group of 32 for other 4-bit floats.
@@ -41,21 +44,24 @@ _FLOATS: dict[FloatKind, dict[str, Any]] = {
     "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
 }
 _DENSE_FORMATS = ("int-quantized", "naive-quantized")
-_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 def suffixes(layer: LayerFormat) -> tuple[str, ...]:
     """The suffixes of a layer's tensors in the files; the first is always there."""
-    return (*(_DENSE if layer.is_dense else _SUFFIXES[layer.kind]), *(_INPUTS if layer.inputs is not None else ()))
+    given = () if layer.inputs is None else _GLOBAL if layer.inputs.kind == "nvfp4" else _INPUTS
+    return (*(_DENSE if layer.is_dense else _SUFFIXES[layer.kind]), *given)
 
 
-def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
-    """The tensors of a file for the layer that the file calls `name`."""
+def layer_tensors(name: str, packed: Weight, *, is_dense: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file for the layer that the file calls `name`; `is_dense`: one code in a byte."""
     if isinstance(packed, FloatWeight):
         values = (packed.qweight, packed.scales, *(() if packed.divisor is None else (packed.divisor,)))
         return {f"{name}.{suffix}": value for suffix, value in zip(_SUFFIXES[packed.kind], values, strict=True)}
+    if is_dense:
+        codes = (packed.codes().to(torch.int16) - (1 << packed.bits - 1)).to(torch.int8)
+        return {f"{name}.weight": codes, f"{name}.weight_scale": packed.scales}
     tensors = {
         f"{name}.weight_packed": packed.qweight,
         f"{name}.weight_scale": packed.scales,
@@ -123,13 +129,13 @@ def input_rounding(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat)
     """How the inputs of a layer are rounded, if its config says so; `tensors`: those of the layer in the files."""
     if layer.inputs is None:
         return None
-    if layer.inputs.dynamic:
+    if not layer.inputs.is_calibrated:
         return InputRounding(layer.inputs)
-    scale = layer_parts(tensors, name, _INPUTS[:1])[0]
+    scale = layer_parts(tensors, name, _GLOBAL if layer.inputs.kind == "nvfp4" else _INPUTS[:1])[0]
     zero = tensors.get(f"{name}.input_zero_point", torch.zeros(1))
     problem = None
     if scale.numel() != 1 or zero.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
-        problem = f"an input_scale {scale.tolist()}: one finite number above 0 is read"
+        problem = f"a scale of inputs {scale.tolist()}: one finite number above 0 is read"
     elif layer.inputs.symmetric and bool(zero.any()):
         problem = "an input_zero_point, and its config says that it is symmetric"
     if problem is not None:
@@ -185,8 +191,22 @@ def _scheme(layer: LayerFormat) -> dict[str, Any]:
     else:
         weights = {**_FLOATS[layer.kind], "type": "float", "symmetric": True, "dynamic": False}
         weights |= {} if layer.kind == "fp8" else {"zp_dtype": weights["scale_dtype"]}
-    inputs = _TOKENS if layer.kind == "fp8" else None
-    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": FORMATS[layer.kind]}
+    given = SCHEMES["fp8"] if layer.inputs is None and layer.kind == "fp8" else layer.inputs
+    inputs, form = (
+        None if given is None else input_scheme(given),
+        _DENSE_FORMATS[0] if layer.is_dense else FORMATS[layer.kind],
+    )
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": form}
+
+
+def input_scheme(inputs: InputFormat) -> dict[str, Any]:
+    """The entry of the config for the rounding of inputs."""
+    kind = inputs.kind
+    if kind == "nvfp4" or kind == "mxfp4":
+        found = {**_FLOATS[kind], "type": "float", "symmetric": True, "zp_dtype": _FLOATS[kind]["scale_dtype"]}
+        return found | ({"dynamic": "local", "observer": "static_minmax"} if kind == "nvfp4" else {"dynamic": True})
+    found = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "symmetric": inputs.symmetric}
+    return found | {"strategy": "token" if inputs.dynamic else "tensor", "dynamic": inputs.dynamic}
 
 
 def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, LayerFormat]:
@@ -226,15 +246,16 @@ def _layer_format(group: Mapping[str, Any], name: str, *, is_dense: bool = False
             is_same = is_same or given == {"num_bits": 8, "strategy": "tensor", "symmetric": True}
             if is_same and rounded is not None and rounded.kind == "fp8":
                 return LayerFormat(8, 0, True, "fp8", None if rounded.dynamic else rounded)
-        elif is_same and is_grouped and not inputs:
-            return LayerFormat(wanted["num_bits"], GROUPS[name_of], True, name_of)
+        elif is_same and is_grouped and (not inputs or (rounded is not None and rounded.kind == name_of)):
+            return LayerFormat(wanted["num_bits"], GROUPS[name_of], True, name_of, rounded)
     is_known = strategy in ("group", "channel") or (strategy == "tensor" and is_dense)
+    is_known = is_known and (rounded is None or rounded.kind in ("int8", "fp8"))
     if kind != "int" or not is_known or bool(inputs) != (rounded is not None) or group.get("output_activations"):
         raise CheckpointError(
             f"layer {name}: {kind} weights {weights} with activations {inputs or group.get('output_activations')}: "
             "allowed: int weights of strategy group or channel, mxfp4 and nvfp4, with float activations; int weights "
             "with activations of 8 bits, int or float, and fp8 weights with fp8 activations: with constant scales of "
-            "strategy tensor, or dynamic ones of strategy token"
+            "strategy tensor, or dynamic ones of strategy token; mxfp4 and nvfp4 with activations of the same format"
         )
     size = int(weights["group_size"]) if strategy == "group" else 0
     return LayerFormat(
@@ -244,6 +265,10 @@ def _layer_format(group: Mapping[str, Any], name: str, *, is_dense: bool = False
 
 def _input_format(inputs: Mapping[str, Any]) -> InputFormat | None:
     """The rounding of inputs that an entry of the config describes; None for one that is not read, or for none."""
+    for name in ("nvfp4", "mxfp4"):
+        wanted = input_scheme(SCHEMES[name])
+        if all(inputs.get(key) == wanted[key] for key in ("num_bits", "type", "strategy", "group_size", "dynamic")):
+            return SCHEMES[name]
     scheme = inputs.get("strategy"), inputs.get("dynamic", False)
     is_symmetric, kind = bool(inputs.get("symmetric", True)), "fp8" if inputs.get("type", "int") == "float" else "int8"
     if inputs.get("num_bits") != 8 or scheme not in (("token", True), ("tensor", False)):

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm.layers.input_rounding import InputFormat
+from sparsebit.llm.layers.input_kinds import InputFormat
 
 WeightKind = Literal["int", "fp8", "mxfp4", "nvfp4"]
 

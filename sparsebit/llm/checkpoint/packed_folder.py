@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,14 @@ def write_packed_folder(
     formats: Mapping[str, LayerFormat],
     ignored: Sequence[str],
 ) -> None:
-    """Write config, tokenizer and shards, one block in memory at a time; `formats`: of all layers by module name."""
+    """Write config, tokenizer and shards, one block in memory at a time; `formats`: of all layers by module name.
+
+    The config says nothing of formats of inputs with calibrated scales: `write_input_scales` adds both.
+    """
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(skeleton.folder.path, target)
-    write_config(target, skeleton.folder.config | {"quantization_config": make_config(formats, ignored)})
+    written = {name: _uncalibrated(layer) for name, layer in formats.items()}
+    write_config(target, skeleton.folder.config | {"quantization_config": make_config(written, ignored)})
     replaced = {skeleton.names[f"{name}.weight"] for name in formats}
     owner = {
         file: number
@@ -115,7 +119,7 @@ def write_packed_folder(
         names = [name for name in skeleton.folder if owner.get(name, -1) == number and name not in replaced]
         tensors: dict[str, Tensor] = {name: skeleton.folder.tensor(name) for name in names}
         if number >= 0:
-            tensors |= _made(skeleton, block_paths[number], block_of(number))
+            tensors |= _made(skeleton, block_paths[number], block_of(number), formats)
         shards.write(tensors)
         skeleton.folder.close()
     shards.finish()
@@ -125,12 +129,17 @@ def write_config(target: Path, config: Mapping[str, Any]) -> None:
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _made(skeleton: Skeleton, path: str, block: FinishedBlock) -> dict[str, Tensor]:
+def _uncalibrated(layer: LayerFormat) -> LayerFormat:
+    return replace(layer, inputs=None) if layer.inputs is not None and layer.inputs.is_calibrated else layer
+
+
+def _made(skeleton: Skeleton, path: str, block: FinishedBlock, formats: Mapping[str, LayerFormat]) -> dict[str, Tensor]:
     """The packed layers of a block, and its other tensors that have changed, by their names in the files."""
     others = {f"{path}.{name}": value for name, value in block.others.items()}
     tensors = {skeleton.names[name]: skeleton.in_files(name, value) for name, value in others.items()}
     for name, packed in block.layers.items():
-        tensors |= layer_tensors(skeleton.names[f"{path}.{name}.weight"].removesuffix(".weight"), packed)
+        file_name = skeleton.names[f"{path}.{name}.weight"].removesuffix(".weight")
+        tensors |= layer_tensors(file_name, packed, is_dense=formats[f"{path}.{name}"].is_dense)
     return tensors
 
 

@@ -29,7 +29,8 @@ from sparsebit.llm.gguf.architectures import ARCHITECTURES, text_length, unnamed
 from sparsebit.llm.gguf.tensors import GgufTensor, all_values, rounded_values
 from sparsebit.llm.layers.float_weight import FloatLinear
 from sparsebit.llm.layers.quant_linear import QuantLinear
-from sparsebit.llm.models.hub_classes import package, transformers_module
+from sparsebit.llm.models.calibration_batches import IDS, Batch, to_device
+from sparsebit.llm.models.hub_classes import auto_class, load_config, package, transformers_module
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import experts_in
 from sparsebit.llm.process_group import alone
@@ -75,8 +76,10 @@ def need_reader(bits: Collection[int] = ()) -> None:
 @torch.no_grad()
 @full_float32()
 @phase("checking with transformers")
-def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
-    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare."""
+def check_loading(
+    folder: Path, tokens: Tensor | Batch, vllm: tuple[str, ...], *, trust_remote_code: bool = False
+) -> LoadCheck:
+    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` or a batch in float32."""
     difference = difference_of_transformers(folder, tokens, trust_remote_code=trust_remote_code)
     _need_near(difference, "transformers loads the packed model", "ours; please report the model's architecture")
     return LoadCheck(difference, vllm)
@@ -84,7 +87,7 @@ def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_
 
 @torch.no_grad()
 @full_float32()
-def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> float:
+def difference_of_transformers(folder: Path, tokens: Tensor | Batch, *, trust_remote_code: bool = False) -> float:
     """The distance of transformers' logits from ours, relative to the largest. It unpacks experts in the type of the
     files, for any type of the model: on our side their weights are rounded to it too.
     """
@@ -93,7 +96,7 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
     for experts in experts_in(model).values():
         _round_weights(experts)
     try:
-        ours = model(tokens, use_cache=False).logits
+        ours = model(**_arguments(tokens), use_cache=False).logits
         problem = None if ours.isfinite().all() else "computes logits that are not finite"
     except (AttributeError, TypeError) as error:  # code that reads the weights of its layers directly
         ours, problem = torch.empty(0), f"does not run with packed layers ({error})"
@@ -106,8 +109,13 @@ def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_cod
 @full_float32()
 @phase("checking with the layers of transformers")
 def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> LoadCheck:
-    """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load."""
+    """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load. Inputs
+    are float on both sides.
+    """
     model = load(folder, dtype=torch.float32, kv_cache="float", trust_remote_code=trust_remote_code)
+    for module in model.modules():
+        if isinstance(module, QuantLinear | FloatLinear):
+            module.inputs = None  # transformers' layers would not round theirs
     ours = model(tokens, use_cache=False).logits
     plain = transformers_module().AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
@@ -248,7 +256,7 @@ def _quantization(folder: Path) -> dict[str, Any]:
     return (ModelFolder(folder).config.get("quantization_config") if is_model else None) or {}
 
 
-def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path, tokens: Tensor) -> float:
+def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path, tokens: Tensor | Batch) -> float:
     """The distance of transformers' logits from the expected ones. If the config has `dequantize`, transformers 5.23
     unpacks weights in the type of their scales: those of `model` are then rounded so too.
     """
@@ -256,7 +264,12 @@ def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path
     if found <= TOLERANCE or not _quantization(folder).get("dequantize"):
         return found
     _round_weights(model)
-    return min(found, relative_difference(theirs, model(tokens, use_cache=False).logits))
+    return min(found, relative_difference(theirs, model(**_arguments(tokens), use_cache=False).logits))
+
+
+def _arguments(tokens: Tensor | Batch) -> dict[str, Tensor]:
+    """The arguments of a model, with pixels in float32."""
+    return to_device({IDS: tokens} if isinstance(tokens, Tensor) else tokens, "cpu", torch.float32)
 
 
 def _round_weights(model: nn.Module) -> None:
@@ -281,8 +294,10 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).abs().max() / scale)
 
 
-def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: bool, **how: Any) -> Tensor:
-    auto: Any = transformers_module().AutoModelForCausalLM
+def _logits_of_transformers(folder: Path, tokens: Tensor | Batch, trust_remote_code: bool, **how: Any) -> Tensor:
+    is_folder = "gguf_file" not in how
+    config = load_config(folder, trust_remote_code=trust_remote_code) if is_folder else None
+    auto: Any = auto_class(config)
     logged: list[str] = []
     try:
         # Progress bars and remarks of two other packages.
@@ -296,7 +311,7 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
             for parameter in model.parameters():
                 if parameter.dtype in HALVES:  # experts and 4-bit floats: their products would be rounded to it too
                     parameter.data = parameter.data.float()
-            found: Tensor = model.eval()(tokens, use_cache=False).logits
+            found: Tensor = model.eval()(**_arguments(tokens), use_cache=False).logits
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
         reason = " ".join(next((line for line in logged if "MISMATCH" in line), str(error)).split())
         raise DeploymentError(f"transformers does not load the packed model ({reason}); it is not kept") from error

@@ -67,15 +67,21 @@ def recipe_for(target: str, **given: Any) -> Recipe:
     """
     if target not in TARGETS:
         raise ConfigError(f"target {target!r}: allowed: {', '.join(TARGETS)}")
+    given = _with_inputs(given)
     Recipe(**given)  # raises for fields that are wrong for every target
     row = TARGETS[target]
+    if row.format is not None and given.get("activations") not in (None, "float"):
+        reason = "its file holds weights alone, and it rounds inputs as it likes; leave them out (--activations)"
+        raise ConfigError(f"activations={given['activations']!r} for {target}: {reason}")
     method, group_size = given.get("method", Recipe.method), given.get("group_size")
     bits = tuple(given.get("candidate_bits") or (given.get("bits", Recipe.bits),))
     more = [number for number in bits if number not in row.bits]
     is_symmetric_only = any(number not in row.zero_points for number in bits)
     conflict = None
     if method in FLOAT_KINDS:
-        conflict = None if method in row.floats else (f"method={method!r}", "use gptq, awq, autoround or rtn")
+        conflict = (
+            None if method in row.floats else (f"method={method!r}", "use gptq, awq, autoround, efficientqat or rtn")
+        )
     elif more:
         stored = [number for number in row.bits if number > more[0]]
         grows = f"it would store them in {min(stored)}; " if stored else ""
@@ -96,6 +102,13 @@ def recipe_for(target: str, **given: Any) -> Recipe:
         return Recipe(**given)
     chosen = {"group_size": row.groups[0]} if row.groups else {}
     return Recipe(**{**chosen, **({"symmetric": True} if is_symmetric_only else {}), **given})
+
+
+def _with_inputs(given: dict[str, Any]) -> dict[str, Any]:
+    """With the weights that rounded inputs need, unless others are given: no zero points, 8 bits per row."""
+    is_plain = given.get("activations") in (None, "float") or given.get("method") in FLOAT_KINDS
+    usual: dict[str, Any] = {"symmetric": True} | ({"group_size": 0} if given.get("bits") == 8 else {})
+    return given if is_plain else {**usual, **given}
 
 
 def need_model(target: str, folder: Path, *, trust_remote_code: bool = False) -> None:
@@ -126,6 +139,13 @@ def vllm_reasons(
     if kinds:
         known = ", ".join(_said(*kind) for kind in _INTEGERS[method])
         reasons.append(f"{', '.join(_said(*kind) for kind in kinds)}: of {method} files its own kernels have {known}")
+    rounded = {layer for layer in integers.values() if layer.bits == 4 and layer.inputs is not None}
+    if any(layer.inputs is not None and not layer.inputs.dynamic for layer in rounded):
+        reasons.append("4 bits with constant scales of inputs: its kernels for 4 bits take a scale for each token")
+    if any(layer.is_dense for layer in rounded):
+        reasons.append("4 bits with int8 inputs: its kernel for them is for Arm CPUs")
+    if any(not layer.is_dense and layer.group_size != 128 for layer in rounded):
+        reasons.append("4 bits with fp8 inputs: its kernel for them takes groups of 128")
     sizes = sorted({layer.group_size for layer in integers.values()} - {*_GROUPS})
     if sizes:
         reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")

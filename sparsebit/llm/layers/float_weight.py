@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
+from sparsebit.llm.layers.input_kinds import SCHEMES
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.float4 import LARGEST_FLOAT4, float4_codes, float4_values, pack_float4, unpack_float4
 from sparsebit.numerics.spec import LARGEST_FLOAT8
@@ -78,6 +80,17 @@ class FloatWeight:
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, qweight=self.qweight.to(device), scales=self.scales.to(device), divisor=divisor)
 
+    def scale_numbers(self) -> Tensor:
+        """The number by which each group is multiplied, `(out, groups)` in float32."""
+        scales = scale_values(self.scales, self.kind, torch.float32)
+        return scales if self.divisor is None else scales / self.divisor
+
+    def with_numbers(self, numbers: Tensor) -> FloatWeight:
+        """The same scales with other numbers of the format, `(out, in)`."""
+        if self.kind == "fp8":
+            return replace(self, qweight=numbers.to(torch.float8_e4m3fn).cpu())
+        return replace(self, qweight=pack_float4(float4_codes(numbers)).cpu())
+
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The values of some rows, `(rows, in)`, computed in `dtype`."""
         scales = scale_values(self.scales[rows], self.kind, dtype)
@@ -108,8 +121,12 @@ def scale_values(scales: Tensor, kind: FloatKind, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype) -> FloatWeight:
-    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales."""
+def round_to_floats(
+    weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype, most: float | None = None
+) -> FloatWeight:
+    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales.
+    `most`: the largest number of all weights that share the divisor of nvfp4; None: of this one.
+    """
     W = weight.detach().float()
     if kind == "fp8":
         smallest = torch.finfo(stored).tiny
@@ -125,13 +142,15 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
         usual = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
         best = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
         return _packed(kind, groups, (best + _BIAS).clamp(0, 254).to(torch.uint8), None)
-    top = largest.max().clamp(min=2.0**-100) / LARGEST_FLOAT4
+    top = (largest.max() if most is None else largest.new_full((), most)).clamp(min=2.0**-100) / LARGEST_FLOAT4
     divisor = torch.exp2(torch.floor(torch.log2(LARGEST_FLOAT8 / top))).reshape(1)
     wanted = largest / LARGEST_FLOAT4 * divisor
-    # Scales that can be stored, but not zero.
+    # The largest number becomes 6, or up to 1.67 times it (clipped), or down to 3.75. With 4 the numbers below it are
+    # nearer together: Cook et al., "Four Over Six" (2025). Scales that can be stored, but not zero.
+    factors = (1.0, *(1 - 0.05 * step for step in range(1, 9)), *(1 + 0.05 * step for step in range(1, 13)))
     candidates = [
-        (wanted * (1 - 0.025 * step)).clamp(2.0**-9, LARGEST_FLOAT8).to(torch.float8_e4m3fn).float()
-        for step in range(17 if search else 1)
+        (wanted * factor).clamp(2.0**-9, LARGEST_FLOAT8).to(torch.float8_e4m3fn).float()
+        for factor in (factors if search else factors[:1])
     ]
     best = _best(groups, candidates, lambda scales: scales / divisor)
     return _packed(kind, groups, best.to(torch.float8_e4m3fn), divisor)
@@ -175,7 +194,7 @@ _MULTIPLE = 16  # of rows and columns, required by torch._scaled_mm
 class FloatLinear(nn.Module):
     """`x @ weight.T + bias`, the weight kept as `qweight`, `scales` and `divisor` (see `FloatWeight`).
 
-    The inputs of an fp8 layer are rounded to float8 too, with a scale for each token, unless `rounds_inputs` is off.
+    `inputs`: how the input is rounded; None: for fp8, to float8 with a scale for each token, for others not at all.
     `path`: how it is multiplied, "scaled_mm" or "unpacked"; `path_reason`: why the latter.
     """
 
@@ -183,12 +202,12 @@ class FloatLinear(nn.Module):
     scales: Tensor
     divisor: Tensor | None
 
-    def __init__(self, weight: FloatWeight, bias: Tensor | None = None, *, rounds_inputs: bool = True) -> None:
+    def __init__(self, weight: FloatWeight, bias: Tensor | None = None, *, inputs: InputRounding | None = None) -> None:
         super().__init__()
+        self.inputs = InputRounding(SCHEMES["fp8"]) if inputs is None and weight.kind == "fp8" else inputs
         self.kind: FloatKind = weight.kind
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.bits, self.group_size = weight.bits, weight.group_size
-        self.rounds_inputs = weight.kind == "fp8" and rounds_inputs
         self.register_buffer("qweight", weight.qweight)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("divisor", weight.divisor)
@@ -197,8 +216,8 @@ class FloatLinear(nn.Module):
 
     def _choose(self) -> None:
         """Choose how the layer is multiplied on its current device."""
-        inputs = ", inputs rounded per token" if self.rounds_inputs else ""
-        is_scaled = self.rounds_inputs and _takes_scaled_product(self.packed)
+        inputs = "" if self.inputs is None else f", inputs rounded to {self.inputs.format.kind}"
+        is_scaled = bool(inputs) and _takes_scaled_product(self.packed)
         self.path = SCALED_PRODUCT if is_scaled else "unpacked"
         self.path_reason = "" if is_scaled else f"{self.kind}: unpacked in blocks{inputs}"
 
@@ -208,10 +227,11 @@ class FloatLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, needs_gradient = self.packed, x.requires_grad and torch.is_grad_enabled()
-        if self.rounds_inputs and x.dtype == torch.bfloat16 and not needs_gradient and self.path == SCALED_PRODUCT:
-            y = scaled_product(x, weight)
+        is_half = x.dtype == torch.bfloat16
+        if self.inputs is not None and is_half and not needs_gradient and self.path == SCALED_PRODUCT:
+            y = scaled_product(x, weight, self.inputs)
             return y if self.bias is None else y + self.bias.to(y.dtype)
-        x = round_tokens(x) if self.rounds_inputs else x
+        x = x if self.inputs is None else self.inputs(x)
         count = max((_BLOCK_ELEMENTS_ON_GPU if x.is_cuda else _BLOCK_ELEMENTS) // self.in_features, 1)
         parts = []
         for start in range(0, self.out_features, count):
@@ -236,12 +256,12 @@ class FloatLinear(nn.Module):
         return self
 
 
-def scaled_product(x: Tensor, weight: FloatWeight) -> Tensor:
-    """`x (..., in)` in bfloat16 rounded to float8 for each token, times the fp8 weight, summed in float32."""
-    numbers, scale = _float8_tokens(x.reshape(-1, weight.in_features))
-    if not len(numbers):
+def scaled_product(x: Tensor, weight: FloatWeight, inputs: InputRounding) -> Tensor:
+    """`x (..., in)` in bfloat16 rounded to float8, times the fp8 weight, summed in float32."""
+    if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.out_features)
-    by_row = scale.float(), weight.scales.t().float().contiguous()
+    numbers, scale = inputs.row_codes(x.reshape(-1, weight.in_features))
+    by_row = scale.contiguous(), weight.scales.t().float().contiguous()
     half = torch.bfloat16
     y: Tensor = torch._scaled_mm(numbers, weight.qweight.t(), scale_a=by_row[0], scale_b=by_row[1], out_dtype=half)
     return y.reshape(*x.shape[:-1], weight.out_features)
@@ -256,16 +276,3 @@ def _takes_scaled_product(weight: FloatWeight) -> bool:
 
 def _is_nvidia(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip
-
-
-def _float8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.detach().abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (x.detach() / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scale
-
-
-def round_tokens(x: Tensor) -> Tensor:
-    """`x (..., in)` rounded to float8 with a scale for each token, as servers compute it; straight through backward."""
-    numbers, scale = _float8_tokens(x)
-    rounded = numbers.to(x.dtype) * scale
-    return x + (rounded - x).detach() if x.requires_grad and torch.is_grad_enabled() else rounded

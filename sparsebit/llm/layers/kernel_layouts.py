@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.kernels import eight_bits
 from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, dense_weight, fragment_weight, runs_on
 from sparsebit.kernels.packed_linear import packed_linear as fragment_linear
 from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, restore
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.layers.packed_weight import PackedWeight
 
 Activations = Literal["float32", "bfloat16", "int8"]
@@ -34,7 +36,10 @@ def as_activations(name: str) -> Activations:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A weight in a kernel's own form. `offsets`: what the kernel needs besides words and scales, if anything."""
+    """A weight in a kernel's own form. `offsets`: what the kernel needs besides words and scales, if anything.
+
+    `inputs`: how the layer's inputs are rounded, for a kernel that multiplies their codes.
+    """
 
     words: Tensor
     scales: Tensor
@@ -42,6 +47,7 @@ class Prepared:
     in_features: int
     out_features: int
     group_size: int
+    inputs: InputRounding | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,34 @@ def _side_by_side(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]
     return whole, [replace(weight, words=one, scales=two, offsets=three) for weight, one, two, three in parts]
 
 
+_LEAST_ROWS, _MULTIPLE = 17, 8  # required by torch._int_mm on a GPU
+
+
+def _refusal_of_integers(packed: PackedWeight, dtype: torch.dtype) -> str | None:
+    if not packed.symmetric:
+        return "zero points: torch._int_mm has none"
+    if packed.in_features % _MULTIPLE:
+        return f"{packed.in_features} columns: torch._int_mm takes multiples of {_MULTIPLE}"
+    return _needs(packed, sizes=(packed.in_features,), multiple_of=_MULTIPLE, bits=(8,))
+
+
+def _prepare_integers(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
+    words = (packed.codes().to(torch.int16) - 128).to(torch.int8)
+    return _prepared(packed, words, packed.scales.t().float().contiguous(), None)
+
+
+def _integers(x: Tensor, weight: Prepared) -> Tensor:
+    """The codes of the inputs times those of the weight, summed in int32, times both scales."""
+    assert weight.inputs is not None
+    codes, scale = weight.inputs.row_codes(x)
+    missing = max(_LEAST_ROWS - len(x), 0) if x.is_cuda else 0
+    rows = torch.nn.functional.pad(codes, (0, 0, 0, missing)) if missing else codes
+    sums = torch._int_mm(rows, weight.words.t())[: len(x)]
+    if eight_bits.takes(x):
+        return eight_bits.scale_sums(sums, scale, weight.scales, x.dtype)
+    return (sums * scale * weight.scales).to(x.dtype)
+
+
 INT4PACK = KernelLayout(
     *("int4pack", "bfloat16", _refusal_of_int4pack, _prepare_int4pack, _int4pack, _codes_of_int4pack),
     # Words are ordered in blocks of at most 64 outputs: whole blocks can be concatenated.
@@ -181,7 +215,12 @@ FRAGMENTS = KernelLayout(
     dense=lambda weight: dense_weight(_fragment_weight(weight)),
     join=_side_by_side,
 )
-LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS)}
+# For layers whose inputs are rounded to int8 without zero points. Rounding is the layer's own, not the kernel's.
+INTEGERS = KernelLayout(
+    *("int_mm", "float32", _refusal_of_integers, _prepare_integers, _integers),
+    codes=lambda weight: (weight.words.to(torch.int16) + 128).to(torch.uint8),
+)
+LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS, INTEGERS)}
 
 
 def _needs(

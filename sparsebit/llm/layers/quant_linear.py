@@ -24,9 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.llm.layers.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.layers.float_weight import FloatLinear
-from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, LAYOUTS, Activations, KernelLayout, Prepared
+from sparsebit.llm.layers.input_rounding import InputRounding
+from sparsebit.llm.layers.kernel_layouts import FRAGMENTS, INTEGERS, LAYOUTS, Activations, KernelLayout, Prepared
 from sparsebit.llm.layers.packed_weight import PackedWeight, packed_linear, packed_transposed
-from sparsebit.llm.models.architectures import ARCHITECTURES
+from sparsebit.llm.models.architectures import known_row
 
 
 def outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
@@ -49,7 +50,8 @@ class QuantLinear(nn.Module):
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
     `prepare` converts `qweight` to the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
     is the reason why no kernel was chosen. Files and `packed` always have the order of `PackedWeight`. `parallel`:
-    the group of layers that read the same input, if they share a product (`ParallelGroup`).
+    the group of layers that read the same input, if they share a product (`ParallelGroup`). `inputs`: how the input is
+    rounded, if it is; on a GPU, int8 codes of input and weight are then multiplied as whole numbers.
     """
 
     qweight: Tensor
@@ -58,8 +60,11 @@ class QuantLinear(nn.Module):
     kernel_scales: Tensor | None
     kernel_offsets: Tensor | None
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, packed: PackedWeight, bias: Tensor | None = None, *, inputs: InputRounding | None = None
+    ) -> None:
         super().__init__()
+        self.inputs = inputs
         self.in_features, self.out_features = packed.in_features, packed.out_features
         self.bits, self.group_size = packed.bits, packed.group_size
         self.register_buffer("qweight", packed.qweight)
@@ -100,7 +105,10 @@ class QuantLinear(nn.Module):
         device = x.device.type
         if x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))  # as nn.Linear; autocast would round inside the product
-        if x.requires_grad and torch.is_grad_enabled():
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        if self.inputs is not None and (needs_gradient or self.path != INTEGERS.name):
+            x = self.inputs(x)
+        if needs_gradient:
             y: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
             return y
         if self.path == UNPACKED:
@@ -144,17 +152,22 @@ class QuantLinear(nn.Module):
             if layout is None:
                 return None, f"the fastest way here with {activations} activations"
         elif device.type == "cuda":
-            layout = FRAGMENTS
+            layout = INTEGERS if self._multiplies_codes() else FRAGMENTS
         else:
             return None, f"no kernel for {device.type}"
         reason = layout.refusal(self.packed, dtype)
         return (layout, "") if reason is None else (None, reason)
 
+    def _multiplies_codes(self) -> bool:
+        """Whether the input has int8 codes without zero points, and the weight has 8 bits."""
+        found = None if self.inputs is None else self.inputs.format
+        return found is not None and found.kind == "int8" and found.symmetric and self.bits == 8
+
     def prepared(self) -> Prepared:
         """The weight in the order of the chosen kernel."""
         assert self.kernel_scales is not None
         sizes = self.in_features, self.out_features, self.group_size
-        return Prepared(self.qweight, self.kernel_scales, self.kernel_offsets, *sizes)
+        return Prepared(self.qweight, self.kernel_scales, self.kernel_offsets, *sizes, self.inputs)
 
     def _restore(self) -> None:
         """Convert the codes back to the order of `PackedWeight`."""
@@ -254,7 +267,7 @@ class ParallelGroup:
         """Put the weights of the layers side by side, if they are prepared for one kernel and alike."""
         first = self.layers[0]
         join = LAYOUTS[first.path].join if first.path in LAYOUTS else None
-        if join is None or len({_kind(layer) for layer in self.layers}) > 1:
+        if join is None or len({_kind(layer) for layer in self.layers}) > 1 or first.inputs is not None:
             return False
         joined = join([layer.prepared() for layer in self.layers])
         if joined is None:
@@ -306,11 +319,11 @@ def _kind(layer: QuantLinear) -> tuple[object, ...]:
     """The properties that layers of a group must share."""
     dtype = None if layer.kernel_scales is None else layer.kernel_scales.dtype
     sizes = layer.path, layer.bits, layer.group_size, layer.in_features
-    return (*sizes, layer.kernel_offsets is None, layer.qweight.device, dtype)
+    return (*sizes, layer.kernel_offsets is None, layer.qweight.device, dtype, layer.inputs)
 
 
 def _parallel_layers(model: nn.Module) -> Iterator[list[QuantLinear]]:
-    row = ARCHITECTURES.get(str(getattr(getattr(model, "config", None), "model_type", "")))
+    row = known_row(model)
     groups = () if row is None or row.stages is None else row.fused_groups(row.stages)
     for name, blocks in model.named_modules():
         if row is None or not isinstance(blocks, nn.ModuleList) or not f".{name}".endswith(f".{row.blocks}"):

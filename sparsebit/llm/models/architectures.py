@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -173,12 +173,43 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+# Models with images: where the blocks of their language model are. Its row is that of the config's `text_config`.
+LANGUAGE_PARTS = {
+    **dict.fromkeys(("qwen2_5_vl", "llava", "gemma3"), "model.language_model.layers"),
+    **dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.layers"),
+}
+
+
+def known_row(model: nn.Module) -> Architecture | None:
+    """The row of the model's architecture, if it has one; for a model with images, of its language model."""
+    config: Any = getattr(model, "config", None)
+    model_type = str(getattr(config, "model_type", ""))
+    if not reads_images(model):
+        return ARCHITECTURES.get(model_type)
+    if model_type not in LANGUAGE_PARTS:
+        return None
+    text_type = str(config.text_config.model_type)
+    row = ARCHITECTURES.get({"qwen2_5_vl_text": "qwen2"}.get(text_type, text_type), Architecture(""))
+    return replace(row, blocks=LANGUAGE_PARTS[model_type])
+
+
+def reads_images(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
 def architecture_of(model: nn.Module) -> Architecture:
-    """The row of the model's architecture; without a row, the path of its blocks, found by examining its modules."""
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    row = ARCHITECTURES.get(str(model_type))
+    """The row of the model's architecture; without a row, the path of its blocks, found by examining its modules. A
+    model with images needs a row: the longest list of blocks may be that of its images.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    row = known_row(model)
+    if row is None and reads_images(model):
+        raise ConfigError(
+            f"model type {model_type!r} reads images, and the place of its language model is not known; allowed: "
+            f"{', '.join(LANGUAGE_PARTS)}; others need a row in sparsebit/llm/models/architectures.py"
+        )
     if row is None:
-        return Architecture(_longest_list(model, str(model_type)))
+        return Architecture(_longest_list(model, model_type))
     for block in blocks_of(model, row):
         row.stages_in(block)
     return row

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,14 @@ def package(name: str, extra: str, purpose: str) -> Any:
 def transformers_module() -> Any:
     """The package transformers; it never uses the network."""
     return package("transformers", "llm", "a language model")
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model of this config: of language models, or of those with images."""
+    transformers = transformers_module()
+    texts, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    sees = getattr(config, "vision_config", None) is not None and type(config) in images._model_mapping
+    return images if sees else texts
 
 
 def need_imported(error: Exception) -> None:
@@ -94,17 +100,6 @@ def need_folder(folder: Path) -> None:
     """Raise if it is not a folder, because transformers would treat the name as a model on the network."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder of a downloaded model")
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def default_dtype(config: Any, device: torch.device | str) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.models.architectures import as_linear_layers
-from sparsebit.llm.models.hub_classes import load_config, need_imported, transformers_module
+from sparsebit.llm.models.hub_classes import auto_class, load_config, need_imported
 from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import separate_experts
 from sparsebit.progress import track
@@ -157,7 +157,7 @@ class Skeleton:
 
 def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The architecture on the meta device, which takes no memory."""
-    auto = transformers_module().AutoModelForCausalLM
+    auto = auto_class(config)
     if trust_remote_code is False and type(config) not in auto._model_mapping:
         name = ", ".join(config.architectures or ()) or type(config).__name__
         raise CheckpointError(f"model type {config.model_type!r} is not a causal language model ({name})")
@@ -178,9 +178,12 @@ def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
     missing = [name for name in part._non_persistent_buffers_set if getattr(part._buffers.get(name), "is_meta", False)]
     if not missing:
         return
-    first = _computed(model, part, missing, device, mark=False)
+    # As transformers does it: by the innermost model that holds the part, such as a tower for images.
+    inner = [one for one in model.modules() if hasattr(one, "_init_weights") and any(part is x for x in one.modules())]
+    owner = inner[-1]
+    first = _computed(owner, part, missing, device, mark=False)
     has_flags = any(tensor.dtype == torch.bool for tensor in first.values())
-    second = _computed(model, part, missing, device, mark=True) if has_flags else first
+    second = _computed(owner, part, missing, device, mark=True) if has_flags else first
     left = [name for name in missing if _is_marked(first[name]) or not torch.equal(first[name], second[name])]
     if left:
         raise CheckpointError(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, MissingExtraError
 from sparsebit.llm.models.architectures import Stages, linears
+from sparsebit.llm.models.calibration_batches import IDS, num_tokens
 from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.rounding import row_losses
@@ -143,7 +144,7 @@ class _TwoPasses:
         self.num_weights: dict[str, int] = {}
         self.fused: list[tuple[str, ...]] = []
         self.of_experts: list[str] = []  # transformers reads one number format for all of them
-        self.num_tokens = sum(batch.numel() for batch in walk.batches)
+        self.num_tokens = num_tokens(walk.batches)
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -169,7 +170,7 @@ class _TwoPasses:
         """The gradients at the output of the last block."""
         self.walk.fill_outside(with_head=True)
         for index, batch in enumerate(self.walk.batches):
-            tokens = batch.to(self.skeleton.device)
+            tokens = batch[IDS].to(self.skeleton.device)
             hidden = self.walk.store.get(("last", index)).detach().requires_grad_()
             with torch.enable_grad():
                 logits = self.walk.behind_blocks(tokens, hidden)[:, :-1].float()
@@ -199,7 +200,7 @@ class _TwoPasses:
         full = f"{path}.{name}"
         stored = self.skeleton.stored_type(f"{full}.weight")
         # Without sweeps, to save time: the costs only need to rank layers and bits.
-        quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
+        quick = replace(self.recipe, sweeps=0) if self.recipe.uses_gptq else self.recipe
         self.num_weights[full] = weight.numel()
         if not moments.num_rows:  # an expert that no token reached
             self.costs[full] = dict.fromkeys(self.recipe.candidate_bits, 0.0)

@@ -17,22 +17,25 @@ from torch import Tensor, nn
 
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
 from sparsebit.llm.layers.float_weight import Weight, integers
+from sparsebit.llm.layers.input_kinds import SCHEMES
+from sparsebit.llm.layers.input_rounding import InputRounding
 from sparsebit.llm.models.architectures import Stages, linears, passes_of
 from sparsebit.llm.models.input_scaling import Fold, ScaledInput, find_fold, scale_readers, scale_source
 from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.quantizing.block_walk import BlockWalk
-from sparsebit.llm.quantizing.learned_rounding import learn_rounding
+from sparsebit.llm.quantizing.learned_rounding import LearnedKind, learn_rounding
 from sparsebit.llm.quantizing.rounding import nearest_values, round_weights
 from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.rounding.awq_math import search_channel_scale
 from sparsebit.numerics.rounding.hessian import InputMoments
+from sparsebit.numerics.rounding.smoothing_math import search_smoothing
 
 log = logging.getLogger(__name__)
 # An expert layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
 # would fit the weight to the few tokens, with larger errors on others. Other layers only cause a warning. Measured on
 # a layer of book-llama with 512 columns: GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1
 # token a column, 1.08 with 2, 0.78 with 8.
-TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25}
+TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25, "efficientqat": 3.0}
 
 
 class BlockRounding:
@@ -44,15 +47,23 @@ class BlockRounding:
         self.walk, self.recipe, self.recipe_of, self.stored = walk, recipe, recipe_of, stored
         self._scaling = ChannelScaling(walk, recipe_of, stored)
 
-    def round(self, original: nn.Module, changed: nn.Module, stages: Stages, path: str) -> FinishedBlock:
-        """Round the block at `path` of the model; `changed`, a copy of it, gets the rounded weights."""
+    def smooth(self, block: nn.Module, stages: Stages, path: str) -> dict[str, ScaledInput]:
+        """Scale the inputs of the float block's layers, if the recipe wants it; its output is unchanged."""
+        return self._scaling.apply(block, stages, path) if self.recipe.smooth else {}
+
+    def round(
+        self, original: nn.Module, changed: nn.Module, stages: Stages, path: str, stored: Mapping[str, Tensor]
+    ) -> FinishedBlock:
+        """Round the block at `path` of the model; `changed`, a copy of it, gets the rounded weights. `stored`: the
+        parameters as in the files.
+        """
         scales = self._scaling.apply(changed, stages, path) if self.recipe.method == "awq" else {}
         packed: dict[str, Weight] = {}
         measured: dict[str, Measured] = {}
         tokens: dict[str, int] = {}
         inside = experts_prefixes(changed)
         groups = passes_of(changed, stages)
-        chunks = (self.walk.chunks(changed, group) if self.recipe.needs_text else (group,) for group in groups)
+        chunks = (self.walk.chunks(changed, group) if self.recipe.needs_moments else (group,) for group in groups)
         for part in itertools.chain.from_iterable(chunks):
             gathered = self._moments(original, changed, part, inside)
             for stage in part:
@@ -63,12 +74,12 @@ class BlockRounding:
                 packed, measured = packed | rounded, measured | known
                 for name in stage:
                     put_weight(changed, name, packed[name])
-        if self.recipe.method == "autoround":
+        if self.recipe.learns:
             learned = self._learned(original, changed, packed, tokens, path)
             packed |= learned
             measured |= {name: Measured(measured[name].float_bytes) for name in learned}
         # The other parameters that the method has changed, such as norms.
-        before = {name: one for name, one in original.named_parameters() if name.removesuffix(".weight") not in packed}
+        before = {name: one for name, one in stored.items() if name.removesuffix(".weight") not in packed}
         others = {
             name: value.detach().to(self.stored(f"{path}.{name}")).cpu()
             for name, value in changed.named_parameters()
@@ -91,14 +102,17 @@ class BlockRounding:
             for name, weight in packed.items()
             if name not in tokens or fallback_of(tokens[name], weight.in_features, self.recipe) is None
         }
-        found = learn_rounding(self.walk, changed, floats.__getitem__, chosen, steps=self.recipe.steps, name=path)
+        kind: LearnedKind = "latent" if self.recipe.uses_gptq else "sign"
+        found = learn_rounding(
+            self.walk, changed, floats.__getitem__, chosen, kind=kind, steps=self.recipe.steps, name=path
+        )
         return dict(found)
 
     def _moments(
         self, original: nn.Module, changed: nn.Module, part: Stages, inside: tuple[str, ...]
     ) -> dict[str, InputMoments]:
         """Second moments of the input of each stage, by its first layer; none, if no text is needed."""
-        if not self.recipe.needs_text:
+        if not self.recipe.needs_moments:
             return {}
         if part[0][0].startswith(inside):
             return self.walk.moments_together(changed, part)
@@ -129,7 +143,9 @@ class BlockRounding:
                 log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
                 packed[name] = rounded.packed
                 # Without moments, the error is that of the weight: of another kind than those of the other layers.
-                errors = (rounded.error, rounded.nearest_error) if is_known == self.recipe.needs_text else (None, None)
+                errors = (
+                    (rounded.error, rounded.nearest_error) if is_known == self.recipe.needs_moments else (None, None)
+                )
                 measured[name] = Measured(modules[name].weight.numel() * stored.itemsize, *map(_short, errors))
         return packed, measured
 
@@ -141,7 +157,7 @@ def _short(error: float | None) -> float | None:
 
 def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:
     """How an expert layer that has read so few tokens is rounded; None if they are enough for its Hessian."""
-    needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * num_columns)
+    needed = math.ceil(TOKENS_PER_COLUMN.get(recipe.method, TOKENS_PER_COLUMN["gptq"]) * num_columns)
     if num_tokens >= needed:
         return None
     how = "rtn" if recipe.scale_search == "none" else "rtn, scales searched without a Hessian"
@@ -159,15 +175,15 @@ def widest_layer(blocks: Iterable[nn.Module]) -> int:
 
 def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Recipe) -> None:
     """Warn if there is too little text for the Hessian of the widest layer; experts have a separate rule."""
-    if not recipe.needs_text:
+    if not recipe.needs_moments:
         return
     widest = widest_layer(blocks)
-    needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * widest)
+    needed = math.ceil(TOKENS_PER_COLUMN.get(recipe.method, TOKENS_PER_COLUMN["gptq"]) * widest)
     if num_tokens < needed:
         log.warning(
             "%d tokens of text, and layers with %d columns: %s fits weights to these tokens, and errs more on other "
             "text; give %d tokens or more (--num-samples, --length)%s",
-            *(num_tokens, widest, recipe.method, needed, ", or --method rtn" if recipe.method == "gptq" else ""),
+            *(num_tokens, widest, recipe.method, needed, ", or --method rtn" if recipe.uses_gptq else ""),
         )
 
 
@@ -203,9 +219,10 @@ class ChannelScaling:
         found = {", ".join(stage): shared for stage in stages if stage not in alone}
         folds = {stage: self._fold(block, stage, stages) for stage in alone}
         for part in self.walk.chunks(block, alone):
-            gathered = self.walk.moments_together(block, part)
+            smooths = self.recipe_of(f"{path}.{part[0][0]}").smooth
+            gathered = {} if smooths else self.walk.moments_together(block, part)
             for stage in part:
-                found[", ".join(stage)] = self._scale(block, stage, folds[stage], gathered[stage[0]], path)
+                found[", ".join(stage)] = self._scale(block, stage, folds[stage], gathered.get(stage[0]), path)
         return found
 
     def _fold(self, block: nn.Module, stage: tuple[str, ...], stages: Stages) -> Fold | None:
@@ -216,16 +233,23 @@ class ChannelScaling:
         return self._folds[key]
 
     def _scale(
-        self, block: nn.Module, stage: Sequence[str], fold: Fold | None, moments: InputMoments, path: str
+        self, block: nn.Module, stage: Sequence[str], fold: Fold | None, moments: InputMoments | None, path: str
     ) -> ScaledInput:
+        """`moments`: of the input; None for smoothing, which rounds inputs themselves."""
         if fold is None:
             return ScaledInput(reason="no preceding norm or layer can take the scale exactly")
         modules, names = linears(block), {name: f"{path}.{name}" for name in stage}
         weights = [modules[name].weight.detach().float() for name in stage]
         nearest = [nearest_values(self.recipe_of(one), one, self.stored(f"{one}.weight")) for one in names.values()]
-        H = moments.hessian()[0].to(weights[0])
-        owner = fold.owner.to(H.device)
-        found = search_channel_scale(weights, H, owner, nearest)
+        owner = fold.owner.to(weights[0].device)
+        if moments is None:
+            inputs = self.recipe_of(names[stage[0]]).inputs or SCHEMES["fp8"]
+            found = search_smoothing(
+                *(self.walk.some_rows(block, stage[0]).float(), weights, owner, nearest),
+                lambda x: InputRounding.of_range(inputs, max(float(x.abs().max()), 1e-12)).rounded(x),
+            )
+        else:
+            found = search_channel_scale(weights, moments.hessian()[0].to(weights[0]), owner, nearest)
         if found.alpha == 0:
             return ScaledInput(0.0, fold.source)
         factor = self._storable(block, fold, 1 / found.scale, path)

@@ -19,6 +19,7 @@ from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.llm.models.architectures import Architecture, Stages, blocks_of, linears, stages_of
+from sparsebit.llm.models.calibration_batches import IDS, Batch, Tokens, as_batches, num_tokens, to_device
 from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
@@ -27,6 +28,7 @@ from sparsebit.numerics.rounding.hessian import InputMoments
 Stream = Literal["float", "changed"]
 # Bytes of hidden states, or of second moments, on a GPU: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
+_SOME_ROWS = 512
 # The arguments of a block besides the hidden states; the same for all batches of one shape.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Outputs of block classes: the hidden states, or a tuple that begins with them.
@@ -39,7 +41,7 @@ class _Reached(Exception):
 
 
 class BlockWalk:
-    """`tokens (samples, length)` on their way through the model of a skeleton.
+    """`tokens`, windows of text or batches of a processor, on their way through the model of a skeleton.
 
     `with_float`: also keep the float model's stream. `memory_budget`: bytes of hidden states in memory; the rest is on
     disk. In addition, up to 1 GiB are on the device, if that is not a CPU. `rank`: of several processes; each walks its
@@ -50,7 +52,7 @@ class BlockWalk:
         self,
         skeleton: Skeleton,
         architecture: Architecture,
-        tokens: Tensor,
+        tokens: Tokens,
         *,
         with_float: bool,
         batch_size: int = 4,
@@ -60,18 +62,20 @@ class BlockWalk:
         self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
         self.blocks = blocks_of(skeleton.model, architecture)
         self.num_blocks = len(self.blocks)
-        self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
+        self.batches: tuple[Batch, ...] = as_batches(tokens, batch_size)
+        # Masks and positions of blocks depend on where a batch has its images.
+        self._has_own_calls = not isinstance(tokens, Tensor)
         self.rank = rank
         if rank is not None and rank.count > 1:
             if len(self.batches) < rank.count:
                 raise ConfigError(
-                    f"{len(tokens)} samples in batches of {batch_size} are {len(self.batches)} batches for "
+                    f"{num_tokens(tokens)} tokens in batches of {batch_size} are {len(self.batches)} batches for "
                     f"{rank.count} processes: give more samples, a smaller batch size or fewer processes"
                 )
             self.batches = self.batches[rank.number :: rank.count]
         self.memory_budget = memory_budget
         self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
-        self._calls: dict[tuple[int, int], list[_Call]] = {}
+        self._calls: dict[tuple[int, ...], list[_Call]] = {}  # by the shape of a batch, or by its number
         self._number = 0
         self._form: _Form | None = None
 
@@ -80,13 +84,16 @@ class BlockWalk:
         """Compute the input of the first block."""
         self.fill_outside()
         for index, batch in enumerate(self.batches):
-            hidden, calls = self._front(batch.to(self.skeleton.device))
-            known = self._calls.setdefault((batch.shape[0], batch.shape[1]), calls)
+            hidden, calls = self._front(to_device(batch, self.skeleton.device, self.skeleton.dtype))
+            known = self._calls.setdefault(self._key(index), calls)
             if not _same(known, calls):
                 raise self._refusal("calls its blocks with arguments that depend on the tokens")
             for stream in ("float", "changed") if self.with_float else ("changed",):
                 self.store.put((stream, 0, index), hidden)
         self.skeleton.empty("")
+
+    def _key(self, index: int) -> tuple[int, ...]:
+        return (index,) if self._has_own_calls else tuple(self.batches[index][IDS].shape)
 
     def _refusal(self, why: str) -> ConfigError:
         kind = type(self.skeleton.model).__name__
@@ -178,7 +185,7 @@ class BlockWalk:
             return
         modules, inside = linears(original), experts_prefixes(original)
         heads = {stage[0]: modules[stage[0]] for stage in stages if not stage[0].startswith(inside)}
-        length = sum(batch.numel() for batch in self.batches)
+        length = num_tokens(self.batches)
         needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
         is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget
         if not is_kept and not need_outputs:
@@ -213,6 +220,12 @@ class BlockWalk:
             assert original is not None, "run_float was not called, or the float block is not given"
             self.store.put(output, self.run(original, self._number, index, hidden))
 
+    @torch.no_grad()
+    def some_rows(self, block: nn.Module, name: str) -> Tensor:
+        """Inputs of a layer, `(rows, in)`, for up to 512 tokens from all over the first batch."""
+        rows = _rows(self._stage_input(block, "changed", name, 0))
+        return rows[:: max(len(rows) // _SOME_ROWS, 1)][:_SOME_ROWS]
+
     def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
         taken: dict[str, Tensor] = {}
         with _hooked({name: linears(block)[name]}, taken, stop=True), contextlib.suppress(_Reached):
@@ -221,8 +234,7 @@ class BlockWalk:
 
     def run(self, block: nn.Module, number: int, index: int, hidden: Tensor) -> Tensor:
         """The output of block `number` for the hidden states of batch `index`."""
-        batch = self.batches[index]
-        return _output(block, hidden, self._calls[batch.shape[0], batch.shape[1]][number])
+        return _output(block, hidden, self._calls[self._key(index)][number])
 
     def run_first(self, block: nn.Module) -> Tensor:
         """The output of another version of the block for the first batch."""
@@ -231,6 +243,7 @@ class BlockWalk:
     def run_some(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The output of another version of the block for some samples of the batches."""
         count, length = hidden.shape[:2]
+        assert not self._has_own_calls
         known = [shape for shape in self._calls if shape[1] == length and shape[0] >= count]
         assert known, f"hidden states of shape {tuple(hidden.shape)}: every batch is smaller"
         size = min(known)[0]
@@ -248,12 +261,12 @@ class BlockWalk:
         value: Tensor = self.store.get(("float", self._number + 1, index))
         return value
 
-    def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
+    def _front(self, batch: dict[str, Tensor]) -> tuple[Tensor, list[_Call]]:
         """The input of block 0, and the other arguments of every block; `_form`: the first that the model takes."""
         refusals: list[ConfigError] = []
         for form in _FORMS if self._form is None else (self._form,):
             try:
-                found = self._passed_through(tokens, form)
+                found = self._passed_through(batch, form)
             except ConfigError as error:
                 refusals.append(error)
                 continue
@@ -261,7 +274,7 @@ class BlockWalk:
             return found
         raise refusals[0]
 
-    def _passed_through(self, tokens: Tensor, form: _Form) -> tuple[Tensor, list[_Call]]:
+    def _passed_through(self, batch: dict[str, Tensor], form: _Form) -> tuple[Tensor, list[_Call]]:
         """Run the model with blocks that return their hidden states unchanged: each must run once, on the same."""
         calls: list[_Call] = []
         first = torch.empty(0)
@@ -280,7 +293,7 @@ class BlockWalk:
 
         try:
             with self._blocks_are(record):
-                self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
+                self.skeleton.model.base_model(**batch, use_cache=False)
         except SparsebitError:
             raise
         except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:

@@ -8,6 +8,7 @@ blocks from the folder; the text goes through them again only if a later block n
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,13 +20,16 @@ from sparsebit.errors import CheckpointError
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
+from sparsebit.llm.layers.float_weight import Weight
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
+from sparsebit.llm.models.calibration_batches import Tokens, as_batches
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
 from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs
 from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, EndToEndTraining, result_part
 from sparsebit.llm.quantizing.rounding import layer_format
 from sparsebit.llm.recipe import Recipe
 from sparsebit.records.model_folders import PackedLayer
@@ -33,6 +37,7 @@ from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 ALLOCATION = "bit_allocation.json"
+_WHOLE = 1 << 30  # windows of a batch: all
 _MOST_EDGES = 64  # between two stages: those of experts have hundreds of layers
 _WEIGHTS = "weights"  # the checksum of a block's float weights, in its file of the run
 
@@ -53,7 +58,7 @@ class QuantizationRun:
         skeleton: Skeleton,
         architecture: Architecture,
         recipe: Recipe,
-        tokens: Tensor,
+        tokens: Tokens,
         batch_size: int,
         memory_budget: int,
         rank: Rank,
@@ -76,10 +81,14 @@ class QuantizationRun:
         self.experts: dict[str, ExpertCalibration] = {}
         self.scaled_inputs: dict[str, ScaledInput] = {}
         self.num_resumed = 0
+        self.trained: EndToEnd | None = None
         self._bits = self._weights = 0.0
 
-    def settings(self) -> dict[str, Any]:
-        """Everything that decides the result, except the weights of the blocks, which are compared block by block."""
+    def settings(self, further: Tensor | None) -> dict[str, Any]:
+        """Everything that decides the result, except the weights of the blocks, which are compared block by block.
+
+        `further`: the windows of the training end to end, if there is one.
+        """
         inside = f"{self.architecture.blocks}."
         outside = dict.fromkeys(file for name, file in self.skeleton.names.items() if not name.startswith(inside))
         rest = {file: self.skeleton.folder.tensor(file) for file in outside}
@@ -87,7 +96,8 @@ class QuantizationRun:
         return {
             **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
             "recipe": asdict(self.recipe),
-            "tokens": digest({"tokens": self.tokens}),
+            "tokens": [digest(dict(batch)) for batch in as_batches(self.tokens, _WHOLE)],
+            **({} if further is None else {"tokens of the training end to end": digest({"tokens": further})}),
             "batch_size": self.batch_size,
             "config": self.skeleton.folder.config,
             "weights outside of the blocks": digest(rest),
@@ -101,6 +111,7 @@ class QuantizationRun:
         if known is not None:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
+        assert isinstance(self.tokens, Tensor), "mixed bits are for text alone"
         first = self.tokens[:NUM_SAMPLES]
         walk = BlockWalk(self.skeleton, self.architecture, first, with_float=False, **self.sizes)
         found, average = bit_costs(walk, self.recipe, self.paths), self.recipe.average_bits
@@ -128,11 +139,15 @@ class QuantizationRun:
         source = digest(dict(original.named_parameters()))
         finished = self.rank.from_first(lambda: _read(folder, number, source))
         stages = self._stages(original) if finished is None else finished.stages
+        stored = {name: value.detach() for name, value in original.named_parameters()}
+        # Again for a finished block: the float model's outputs then are the same, bit by bit.
+        scales = self.rounding.smooth(original, stages, self.paths[number]) if is_walked else {}
         changed = copy.deepcopy(original) if is_run else original
         if is_walked:
-            self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
+            self.walk.run_float(original, stages, need_outputs=self.recipe.learns)
         if finished is None:
-            rounded = replace(self.rounding.round(original, changed, stages, self.paths[number]), stages=stages)
+            found = self.rounding.round(original, changed, stages, self.paths[number], stored)
+            rounded = replace(found, stages=stages, scales={**found.scales, **scales})
 
             def kept() -> FinishedBlock:
                 tensors, facts = rounded.to_tensors()
@@ -149,9 +164,21 @@ class QuantizationRun:
         self.skeleton.folder.close()
         self._note(number, source, finished, stages)
 
+    def train(self, folder: RunFolder, tokens: Tensor) -> None:
+        """Train all blocks together, after the last one was quantized, on windows of text."""
+        walk = BlockWalk(self.skeleton, self.architecture, tokens, with_float=False, **self.sizes)
+        facts = [{_WEIGHTS: source} for source in self.sources]
+        block_of = functools.partial(self.finished, folder=folder)
+        self.trained = EndToEndTraining(walk, self.paths, block_of, self.recipe.end_to_end, facts).run(folder)
+        if self.trained.kept_step:  # errors were those of the layers before
+            self.layers = {name: replace(one, error=None, nearest_error=None) for name, one in self.layers.items()}
+
     def finished(self, number: int, folder: RunFolder) -> FinishedBlock:
         """A block of this run, read from its folder."""
-        found = _read(folder, number, self.sources[number])
+        part = number
+        if self.trained is not None and self.trained.kept_step:
+            part = result_part(number, len(self.paths), self.trained.steps, self.trained.kept_step)
+        found = _read(folder, part, self.sources[number])
         if found is None:
             raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
         return found
@@ -172,7 +199,7 @@ class QuantizationRun:
             self.formats[full] = layer_format(weight, self.recipe)
             count = weight.out_features * weight.in_features
             self._weights += count
-            self._bits += count * weight.bits_per_weight
+            self._bits += count * _bits_in_file(weight, self.formats[full])
             if name in block.tokens:
                 rows = block.tokens[name]
                 self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
@@ -189,12 +216,17 @@ class QuantizationRun:
                 weight, full = block.layers[name], f"{path}.{name}"
                 kept, found = self.formats[full], block.measured.get(name, Measured(0))
                 shape = (weight.out_features, weight.in_features)
-                num_bytes = round(shape[0] * shape[1] * weight.bits_per_weight / 8)
+                num_bytes = round(shape[0] * shape[1] * _bits_in_file(weight, kept) / 8)
                 self.layers[full] = PackedLayer(
                     *(full, kept.kind, kept.bits, kept.group_size, kept.symmetric, shape, num_bytes),
                     *(found.float_bytes or None, found.error, found.nearest_error, after),
                 )
             self._last_stage = tuple(f"{path}.{name}" for name in stage)
+
+
+def _bits_in_file(weight: Weight, layer: LayerFormat) -> float:
+    """Bits of a weight in the file, with its share of scales; dense codes take a byte each."""
+    return weight.bits_per_weight + (8 - weight.bits if layer.is_dense else 0)
 
 
 def _read(folder: RunFolder, number: int, source: str) -> FinishedBlock | None:

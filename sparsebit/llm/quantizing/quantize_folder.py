@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.blocks.value_store import default_memory_budget
@@ -35,7 +37,9 @@ from sparsebit.llm.models.architectures import (
     blocks_of,
     need_called_layers,
     need_loadable_layers,
+    reads_images,
 )
+from sparsebit.llm.models.calibration_batches import IDS, Batch, Tokens, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -48,6 +52,8 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, need_two_batches, num_windows
+from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
 from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
@@ -68,6 +74,7 @@ class QuantizedModel:
     mixed bits. `experts`: how each expert layer was calibrated, by name; empty if no text was needed.
     `scaled_inputs`: for `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
     and commit of a model of the hub. `calibration_windows`: how many windows came from each text, by its path.
+    `end_to_end`: of the training of all blocks together.
     """
 
     folder: Path
@@ -84,13 +91,14 @@ class QuantizedModel:
     scaled_inputs: Mapping[str, ScaledInput] = field(default_factory=dict)
     source: HubSource | None = None
     calibration_windows: Mapping[str, int] = field(default_factory=dict)
+    end_to_end: EndToEnd | None = None
 
 
 def quantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
     recipe: Recipe | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Sequence[Batch] | None = None,
     *,
     batch_size: int = 4,
     memory_budget: int | None = None,
@@ -100,6 +108,9 @@ def quantize(
     trust_remote_code: bool = False,
 ) -> QuantizedModel:
     """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
+
+    `calibration`: text; for a model with images also batches of its processor, mappings of tensors with `input_ids`,
+    `pixel_values` and so on, without padding. The language part of such a model is quantized.
 
     `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
@@ -149,7 +160,7 @@ class _Job:
     source: ModelFolder
     target: Path
     recipe: Recipe
-    calibration: Calibration | None
+    calibration: Calibration | Sequence[Batch] | None
     batch_size: int
     memory_budget: int
     dtype: torch.dtype
@@ -163,20 +174,29 @@ class _Job:
 def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedModel:
     """The part of `quantize` that all processes of torchrun do together."""
     recipe = job.recipe
-    if rank.count > 1 and recipe.method == "autoround":
-        raise ConfigError("method='autoround' in several processes: outputs of blocks are not exchanged; use one")
+    alone = [name for name in ("smooth", "end_to_end") if getattr(recipe, name)]
+    if rank.count > 1 and (recipe.learns or alone):
+        given = f"{alone[0]}={getattr(recipe, alone[0])}" if alone else f"method={recipe.method!r}"
+        raise ConfigError(f"{given} in several processes: outputs of blocks are not exchanged; use one")
     origin = hub_source(job.source.path)
     partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
     skeleton = _checked_skeleton(job, partial, rank)
     architecture = architecture_of(skeleton.model)
     blocks = blocks_of(skeleton.model, architecture)
-    drawn = _tokens(job, skeleton.folder, widest_layer(blocks))
-    tokens = drawn.tokens
-    need_embeddings(tokens, skeleton.model)
-    need_positions(tokens.shape[1], skeleton.model)
-    warn_of_few_tokens(blocks, tokens.numel(), recipe)
+    shares: Mapping[str, int] = {}
+    tokens: Tokens
+    if isinstance(job.calibration, Calibration | None):
+        drawn = _tokens(job, job.calibration, skeleton.model, widest_layer(blocks))
+        tokens, shares = drawn.tokens, drawn.shares
+    else:
+        tokens = checked_batches(job.calibration)
+    for batch in as_batches(tokens, job.batch_size):
+        need_embeddings(batch[IDS], skeleton.model)
+        need_positions(batch[IDS].shape[1], skeleton.model)
+    warn_of_few_tokens(blocks, num_tokens(tokens), recipe)
+    further = _further_tokens(job, skeleton)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, job.batch_size, job.memory_budget, rank)
-    settings = run.settings()
+    settings = run.settings(further)
     folder = rank.from_first(lambda: RunFolder(partial, settings).open())
     run.allocate(folder)
     numbers = range(run.walk.num_blocks)
@@ -184,6 +204,8 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     num_to_do = rank.from_first(lambda: max((n + 1 for n in numbers if not folder.file(n).is_file()), default=0))
     for number in track(numbers, "quantizing blocks"):
         run.block(number, folder, is_run=number < num_to_do)
+    if further is not None:
+        run.train(folder, further)
     checked = rank.from_first(lambda: _write(job, run, folder, origin))
     packed_bytes = rank.from_first(lambda: _num_bytes(ModelFolder(job.target)))
     return QuantizedModel(
@@ -195,7 +217,8 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
         experts=run.experts,
         scaled_inputs=run.scaled_inputs,
         source=origin,
-        calibration_windows=drawn.shares,
+        calibration_windows=shares,
+        end_to_end=run.trained,
     )
 
 
@@ -208,6 +231,7 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
     if job.check and not skeleton.transposed and not reads_unpacked(recipe):  # transformers will load them packed
         need_loadable_layers(skeleton.model, layers)
     _check_experts(skeleton, recipe)
+    _check_images(skeleton, job)
     need_cache(skeleton, recipe)
     # A run that continues has scanned the weights before.
     rank.from_first(lambda: check_weights(skeleton, scan=not has_begun(partial)))
@@ -223,12 +247,15 @@ def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
 def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource | None) -> LoadCheck | None:
     """The packed folder, checked before it gets its name."""
     skeleton, target, trust = run.skeleton, job.target, job.trust_remote_code
-    text = run.tokens[:1, :128]
+    text = run.tokens[:1, :128] if isinstance(run.tokens, Tensor) else run.tokens[0]
     with staging_folder(target) as staging:
         made = staging / target.name
         block_of = functools.partial(run.finished, folder=folder)
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
-        write_cache(made, run.recipe, run.tokens, run.batch_size, device=skeleton.device, trust_remote_code=trust)
+        for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
+        write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
+        if isinstance(run.tokens, Tensor):  # with images the cache stays float
+            write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -237,6 +264,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_checksums(made)
         found = None
         if job.check and skeleton.transposed:
+            assert isinstance(text, Tensor), "no model with transposed layers reads images"
             found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
         elif job.check:
             reasons = (*vllm_reasons(run.formats, run.fused), *cache_reasons(run.recipe.kv_cache))
@@ -255,8 +283,8 @@ def _record(job: _Job, run: QuantizationRun) -> PackedModel:
         layers=tuple(run.layers.values()),
         float_bytes=_num_bytes(job.source),
         bits_per_weight=run.bits_per_weight(),
-        measured_on="outputs" if recipe.needs_text else "weights",
-        num_windows=len(run.tokens) if recipe.needs_text else 0,
+        measured_on="outputs" if recipe.needs_moments else "weights",
+        num_windows=len(run.tokens) if recipe.needs_moments else 0,
     )
 
 
@@ -264,23 +292,26 @@ def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
     """Raise for types in which a method does not compute hidden states."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
-    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
+    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed or recipe.end_to_end):
         given = "mixed bits" if recipe.is_mixed else f"method={recipe.method!r}"
+        given = f"end_to_end={recipe.end_to_end}" if recipe.end_to_end else given
         raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
 
 
-def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
+def _tokens(job: _Job, calibration: Calibration | None, model: Any, widest: int) -> DrawnText:
     """The calibration tokens; without text, a few arbitrary ones, on which the packed model is checked."""
-    calibration, recipe = job.calibration, job.recipe
+    recipe = job.recipe
     if calibration is None and recipe.needs_text:
-        given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}"
+        given = f"method {recipe.method!r} with scale_search={recipe.scale_search!r}, smooth={recipe.smooth}"
         raise ConfigError(f"{given} needs calibration text: give some, or method 'rtn' without a scale search")
     if calibration is None and recipe.calibrates_cache:
         raise ConfigError(f"kv_cache={recipe.kv_cache!r} needs calibration text for its scales: give some, or use int4")
+    if calibration is None and recipe.inputs is not None and recipe.inputs.is_calibrated:
+        raise ConfigError(f"activations={recipe.activations!r} needs calibration text for its scales: give some")
     if calibration is None:
-        size = int(folder.config.get("vocab_size", 32))
+        size = int(getattr(model.config.get_text_config(decoder=True), "vocab_size", 32))
         return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})
-    tokenizer = load_tokenizer(folder.path, trust_remote_code=job.trust_remote_code)
+    tokenizer = load_tokenizer(job.source.path, trust_remote_code=job.trust_remote_code)
     return draw_windows(
         *(calibration.texts, tokenizer),
         num_samples=calibration.num_samples,
@@ -291,15 +322,50 @@ def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
     )
 
 
+def _further_tokens(job: _Job, skeleton: Skeleton) -> Tensor | None:
+    """The windows of the training end to end: as many as its steps read, if the text has them."""
+    calibration, steps = job.calibration, job.recipe.end_to_end
+    if not steps:
+        return None
+    if not isinstance(calibration, Calibration):
+        raise ConfigError(f"end_to_end={steps} needs calibration text: give some")
+    tokenizer = load_tokenizer(skeleton.folder.path, trust_remote_code=job.trust_remote_code)
+    drawn = draw_windows(
+        *(calibration.texts, tokenizer),
+        num_samples=num_windows(steps, job.batch_size),
+        length=calibration.length,
+        widest=0,
+        seed=calibration.seed,
+        chat_template=calibration.chat_template,
+        is_limit=True,
+    )
+    need_embeddings(drawn.tokens, skeleton.model)
+    need_two_batches(drawn.tokens, job.batch_size)
+    return drawn.tokens
+
+
 def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
     """Raise for number formats of experts that transformers does not read."""
     problem = None
     if recipe.method == "nvfp4":
         problem = "method='nvfp4'", "the global scales of experts; use mxfp4, fp8, or whole numbers"
+    elif recipe.inputs is not None:
+        problem = f"activations={recipe.activations!r}", "rounded inputs of experts; leave them float, or use fp8"
     elif not recipe.symmetric and recipe.float_kind is None:
         problem = "symmetric=False", "zero points of experts; quantize with symmetric=True (--symmetric)"
     if problem is not None and experts_in(skeleton.model):
         raise ConfigError(f"{problem[0]} with a model of experts: transformers does not read {problem[1]}")
+
+
+def _check_images(skeleton: Skeleton, job: _Job) -> None:
+    """Raise for what is not there for models with images, or for calibration with images."""
+    recipe, with_batches = job.recipe, not isinstance(job.calibration, Calibration | None)
+    given = [name for name in ("rotate",) if getattr(recipe, name)]
+    given += [f"kv_cache={recipe.kv_cache!r}"] if recipe.kv_cache != "float" else []
+    given += ["mixed bits"] if recipe.is_mixed else []
+    given += ["method='autoround'"] if recipe.method == "autoround" else []
+    if given and (with_batches or reads_images(skeleton.model)):
+        raise ConfigError(f"{', '.join(given)} with images: not supported; leave it out")
 
 
 def _num_bytes(folder: ModelFolder) -> int:

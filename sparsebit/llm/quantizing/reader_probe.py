@@ -24,6 +24,7 @@ from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.models.separate_experts import experts_prefixes, routers
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import alone
+from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.rounding import layer_format, round_weight
 from sparsebit.llm.recipe import Recipe
 
@@ -99,22 +100,29 @@ def _write_packed(source: Path, target: Path, recipes: tuple[Recipe, ...]) -> No
     ignored = ["lm_head", *routers(skeleton)]
     write_packed_folder(target, skeleton, [_BLOCK], lambda _: FinishedBlock(layers), formats, ignored)
     skeleton.folder.close()
+    tokens, device = torch.arange(_VOCABULARY)[None], torch.device("cpu")
+    write_input_scales(target, recipes[0].inputs, tokens, 1, device=device, trust_remote_code=False)
 
 
 def _to_nearest(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipe's number formats, rounded to nearest, without text."""
     if recipe.float_kind is not None:
-        return (Recipe(recipe.float_kind, scale_search="none"),)
+        return (Recipe(recipe.float_kind, scale_search="none", activations=recipe.activations),)
     size, every = min(recipe.group_size, _LARGEST_GROUP), recipe.candidate_bits or (recipe.bits,)
-    return tuple(Recipe("rtn", bits, size, recipe.symmetric, "none") for bits in every)
+    given = recipe.activations
+    return tuple(Recipe("rtn", bits, size, recipe.symmetric, "none", activations=given) for bits in every)
 
 
 def _words(recipe: Recipe) -> str:
     if recipe.float_kind is not None:
-        return f"{recipe.float_kind} weights"
+        return f"{recipe.float_kind} weights{_inputs(recipe)}"
     bits = ", ".join(map(str, recipe.candidate_bits or (recipe.bits,)))
     size = f"groups of {recipe.group_size}" if recipe.group_size else "one scale per row"
-    return f"weights of {bits} bits, {size}, {'without' if recipe.symmetric else 'with'} zero points"
+    return f"weights of {bits} bits, {size}, {'without' if recipe.symmetric else 'with'} zero points{_inputs(recipe)}"
+
+
+def _inputs(recipe: Recipe) -> str:
+    return "" if recipe.inputs is None else f", {recipe.activations} activations"
 
 
 def _version(package: str) -> str:

@@ -128,13 +128,8 @@ def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | Flo
         raise CheckpointError(f"{source.skeleton.folder.path}: {shapes}")
     bias = None if plain.bias is None else source.skeleton.read(f"{name}.bias", plain.bias)
     rounding = source.input_rounding(name)
-    if isinstance(weight, FloatWeight):
-        layer: QuantLinear | FloatLinear = FloatLinear(weight, bias, rounds_inputs=rounding is None)
-    else:
-        layer = QuantLinear(weight, bias)
-    if rounding is not None:
-        layer.register_forward_pre_hook(rounding)
-    return layer
+    kind = FloatLinear if isinstance(weight, FloatWeight) else QuantLinear
+    return kind(weight, bias, inputs=rounding)  # type: ignore[arg-type]
 
 
 def load_generation_config(model: Any, folder: Path) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
-from sparsebit.llm.models.hub_classes import evaluating
 from sparsebit.progress import track
 
 

@@ -99,18 +99,6 @@ def switched_on(qmodel: SimulatedModel) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, all of `model` is in eval mode; afterwards each module has its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 # --- the float model's values of weights and biases that algorithms have changed
 
 

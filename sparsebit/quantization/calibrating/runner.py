@@ -25,6 +25,7 @@ from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import single_layers
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import unwrapped
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import quantizers_of
@@ -329,11 +330,8 @@ def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]
     """
     order: dict[str, None] = {}
     handles = [q.register_forward_pre_hook(lambda module, _: order.setdefault(str(module.name))) for q in quantizers]
-    try:
+    with hooked(handles):
         next(run(), None)
-    finally:
-        for handle in handles:
-            handle.remove()
     names: list[str] = next(filter(None, gather(list(order))), [])
     by_name = {quantizer.name: quantizer for quantizer in quantizers}
     others = [quantizer for quantizer in quantizers if quantizer.name not in names]

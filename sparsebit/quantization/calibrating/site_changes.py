@@ -19,12 +19,13 @@ from sparsebit.config.selectors import near_names
 from sparsebit.config.targets import is_for, mismatch
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CalibrationError, ConfigError, SpecError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import PerTensor, num_rows
 from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops, make_room_for_biases
 from sparsebit.quantization.building.attach_quantizers import quantizer_of
 from sparsebit.quantization.building.inserted_factors import InsertedFactor, insert, remove
-from sparsebit.quantization.calibrating.model_state import evaluating, originals_of, require_settled
+from sparsebit.quantization.calibrating.model_state import originals_of, require_settled
 from sparsebit.quantization.calibrating.runner import calibrate_weight
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.layer_call import current_weight

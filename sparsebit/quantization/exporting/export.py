@@ -44,10 +44,11 @@ from sparsebit.deploy.sessions.runtime_sessions import require_runtime
 from sparsebit.errors import DeploymentError, users_level
 from sparsebit.execution.batches import Call, as_call, input_rows, to_device
 from sparsebit.graph.checking.outcome import Notes, Randomness, buffers_of, cloned, state_kept, undisturbed_randomness
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.state.outer_state import OuterState
 from sparsebit.graph.values.comparison import difference
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
+from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched_on
 from sparsebit.quantization.exporting.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.faithful.carried_state import BuiltState

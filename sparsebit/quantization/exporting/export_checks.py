@@ -38,9 +38,10 @@ from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, open_se
 from sparsebit.deploy.sessions.session import Session
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import evaluating, switched, switched_on
+from sparsebit.quantization.calibrating.model_state import switched, switched_on
 from sparsebit.quantization.exporting.stored_parameters import simulated_codes, stored_difference
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.records.phases import phase
@@ -129,56 +130,56 @@ class _Case(NamedTuple):
 
 
 def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
-    qmodel, file, name, batches, tolerance, stored = case
-    runtime, optimize, options = setting
-    shown = runtime if optimize else f"{runtime}, node by node"
+    """Run the file on all batches, and judge it."""
+    qmodel, tolerance = case.qmodel, case.tolerance
+    shown = setting.runtime if setting.optimize else f"{setting.runtime}, node by node"
     weights_only = not any(q.is_enable for q in qmodel.quantizers() if q.target == "activation")
-    if told := {key: value for key, value in options.items() if weights_only or key in UNCLIPPED} if optimize else {}:
-        shown += f" ({_options_told(told)})"
+    named = {key: value for key, value in setting.options.items() if weights_only or key in UNCLIPPED}
+    if named and setting.optimize:
+        shown += f" ({_options_told(named)})"
     comparison = Comparison(session.outputs)
-    default = None if optimize else DefaultSession(file, name)
-    first: Call | None = None
+    default = None if setting.optimize else DefaultSession(case.file, case.name)
     different: _Batch | None = None
-    for call in batches:
-        first = first or call
+    for call in case.batches:
         feeds = feeds_of(session, call)
-        expected, found, reference = (
-            simulated(qmodel, call),
-            session.run(feeds),
-            simulated(qmodel, call, quantized=False),
-        )
+        expected, found = simulated(qmodel, call), session.run(feeds)
+        reference = simulated(qmodel, call, quantized=False)
         comparison.add(expected, found, reference)
         if default is not None:
             default.add(feeds, expected, reference)
         if different is None and not all(map(_is_equal, expected, found)):
             different = _Batch(call, tuple(expected), tuple(found))
-    parity = comparison.result(name, shown, "the simulation")
-    fault, wrong = parity.fault(tolerance), ""
-    assert first is not None
-    if different is None and optimize and runtime == "onnxruntime":
-        different = _Batch(first)  # codes may differ even if the outputs do not, on this data
-    if different is not None:
-        differences, end = _trace(qmodel, file, session, different, setting)
-        where = kernel_fault(differences) if runtime == "onnxruntime" else None
-        if where is not None and not fault:
-            fault = "one of its kernels is wrong"
-        elif end and tolerance.exact is not False and not fault:
-            fault = f"{end} must be equal bit by bit, because all its inputs are"
-        if fault:
-            where = where or first_divergence(differences, any_step=bool(tolerance.exact or end))
-            place = f"; the first site that differs is {where}" if where else _behind(differences)
-            others = f"; it {_STORES}, {stored}" if stored else ""
-            wrong = f"does not compute what was simulated ({shown}): {fault}{place}{others}"
-    if stored and not wrong:
-        hidden = "although no output shows it on this data"
-        wrong = f"does not compute what was simulated, {hidden} ({shown}): it {_STORES}, {stored}"
-    if wrong or fault:
-        raise DeploymentError(f"{name} {wrong or f'is not to be relied on ({shown}): {fault}'}")
+    parity = comparison.result(case.name, shown, "the simulation")
+    if problem := _problem(case, session, setting, shown, parity.fault(tolerance), different):
+        raise DeploymentError(f"{case.name} {problem}")
     if default is not None:
         # TensorRT's files are for another runtime: only a warning.
         remark = default.judge(tolerance, is_target=qmodel.config.BACKEND == "virtual")
         parity = replace(parity, runtime=f"{shown} ({remark})" if remark else shown)
     return parity
+
+
+def _problem(case: _Case, session: Session, setting: _Setting, shown: str, fault: str, different: _Batch | None) -> str:
+    """The fault of the file and its place, as a sentence; empty if there is none. `fault`: of its outputs."""
+    if different is None and setting.optimize and setting.runtime == "onnxruntime":
+        different = _Batch(case.batches[0])  # codes may differ even if the outputs do not, on this data
+    if different is not None:
+        exact = case.tolerance.exact
+        differences, end = _trace(case.qmodel, case.file, session, different, setting)
+        where = kernel_fault(differences) if setting.runtime == "onnxruntime" else None
+        if where is not None:
+            fault = fault or "one of its kernels is wrong"
+        elif end and exact is not False:
+            fault = fault or f"{end} must be equal bit by bit, because all its inputs are"
+        if fault:
+            where = where or first_divergence(differences, any_step=bool(exact or end))
+            place = f"; the first site that differs is {where}" if where else _behind(differences)
+            others = f"; it {_STORES}, {case.stored}" if case.stored else ""
+            return f"does not compute what was simulated ({shown}): {fault}{place}{others}"
+    if case.stored:
+        hidden = "although no output shows it on this data"
+        return f"does not compute what was simulated, {hidden} ({shown}): it {_STORES}, {case.stored}"
+    return f"is not to be relied on ({shown}): {fault}" if fault else ""
 
 
 @phase("check")

@@ -19,8 +19,9 @@ from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.deploy.sessions.runtime_sessions import open_session, require_runtime
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import unwritable
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched, switched_on
+from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched, switched_on
 from sparsebit.quantization.exporting.export import export_call, export_onnx, warn_of_differences
 from sparsebit.quantization.exporting.export_checks import NUM_SAMPLES, feeds_of, file_calls, simulated
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants

@@ -9,7 +9,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from sparsebit.deploy.programs.to_program import to_program
-from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
+from sparsebit.graph.state.modes import evaluating
+from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched_on
 from sparsebit.quantization.exporting.export import export_call
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel

@@ -19,9 +19,10 @@ from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
 from sparsebit.execution.batches import Call
 from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.state.modes import evaluating
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.plain import codes_of
-from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
@@ -163,13 +164,9 @@ def simulated_codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any],
     handles = [quantizer.register_forward_hook(note) for quantizer in quantizers]
     modules = list(qmodel.modules())
     handles += [module.register_forward_hook(note_sum) for module in modules if isinstance(module, IntegerAdd)]
-    try:
+    with hooked(handles), evaluating(qmodel):
         args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
-        with evaluating(qmodel):
-            qmodel(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+        qmodel(*args, **kwargs)
     layers: dict[str, frozenset[str | None]] = {}
     for module in (m for m in modules if isinstance(m, WeightedQuantOpr | FunctionalWeightedQuantOpr)):
         kernels = [integer.sources for _, integer in module.arithmetics if integer is not None]

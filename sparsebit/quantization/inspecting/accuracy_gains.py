@@ -21,6 +21,7 @@ from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import note, track
 from sparsebit.quantization.building.float_parameters import FloatParameters
@@ -233,8 +234,5 @@ def _reading_float(layer: nn.Module, sources: Sequence[QIdentity]) -> Iterator[N
     handles = [source.register_forward_hook(keep) for source in dict.fromkeys(sources)]
     if handles:
         handles.append(layer.register_forward_pre_hook(read, with_kwargs=True))
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

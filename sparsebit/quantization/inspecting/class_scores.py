@@ -34,7 +34,7 @@ class LabelledBatches:
 
     def __iter__(self) -> Iterator[tuple[Call, Tensor]]:
         for place, batch in enumerate(self.batches):
-            inputs, labels = _parted(batch, self.model)
+            inputs, labels = parted(batch, self.model)
             if labels is None:
                 others = "a function as metric=, or metric='agreement' (with the float model)"
                 raise CalibrationError(
@@ -74,7 +74,7 @@ class Agreement:
 
     def _calls(self) -> Iterator[Call]:
         for batch in self.batches:
-            yield to_device(as_call(_parted(batch, self.source)[0], self.source), self.device)
+            yield to_device(as_call(parted(batch, self.source)[0], self.source), self.device)
 
     def __call__(self, model: nn.Module) -> float:
         same = 0
@@ -93,29 +93,44 @@ def _checksum(call: Call) -> str:
 def predicted(model: Any, call: Call) -> tuple[Tensor, int]:
     """The class of each sample on the CPU, and the number of classes, from scores (samples, classes, ...)."""
     args, kwargs = call
-    output = model(*args, **kwargs)
+    scores = scores_in(model(*args, **kwargs))
+    if isinstance(scores, str):
+        raise CalibrationError(f"accuracy_gains(): {scores}; pass a function of the model as metric=")
+    return scores.argmax(1).cpu(), scores.shape[1]
+
+
+def scores_in(output: Any) -> Tensor | str:
+    """The scores (samples, classes, ...) in an output; a sentence if it has none."""
     if isinstance(output, Mapping):
         output = output.get("logits", next(iter(output.values()), None))
     elif isinstance(output, (tuple, list)) and output:
         output = output[0]
-    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
-        shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
-        scores = f"an output of {shown} is not scores of classes, (samples, classes)"
-        raise CalibrationError(f"accuracy_gains(): {scores}; pass a function of the model as metric=")
-    return output.argmax(1).cpu(), output.shape[1]
+    if isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 1 and output.shape[1] > 1:
+        return output
+    shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
+    return f"an output of {shown} is not scores of classes, (samples, classes)"
 
 
-def _parted(batch: Any, model: nn.Module) -> tuple[Any, Tensor | None]:
-    """The batch without its labels, and the labels, if it has any: whole numbers."""
+def parted(batch: Any, model: nn.Module | int) -> tuple[Any, Tensor | None]:
+    """The inputs of a batch, and its labels, if it has any: whole numbers. `model`: or the number of its inputs."""
+    labels: Any = None
     if isinstance(batch, Mapping):
         found = next((key for key in LABELS if _are_labels(batch.get(key))), None)
-        return ({k: v for k, v in batch.items() if k != found}, batch[found].cpu()) if found else (batch, None)
-    if isinstance(batch, (tuple, list)):
-        inputs = as_call(batch, model)[0]
-        rest = batch[len(inputs) :]
-        if len(rest) and _are_labels(rest[0]):
-            return tuple(inputs), rest[0].cpu()
-    return batch, None
+        inputs: Any = {key: value for key, value in batch.items() if key != found}
+        labels = None if found is None else batch[found]
+    elif isinstance(batch, (tuple, list)):
+        count = model if isinstance(model, int) else len(as_call(batch, model)[0])
+        inputs, rest = tuple(batch[:count]), [_tensor(value) for value in batch[count : count + 1]]
+        labels = rest[0] if rest and _are_labels(rest[0]) else None
+    else:
+        inputs = batch
+    return inputs, None if labels is None else labels.detach().cpu().long()
+
+
+def _tensor(value: Any) -> Any:
+    """Convert labels, which are often numpy arrays next to tensors of images."""
+    is_array = type(value).__module__ == "numpy" and hasattr(value, "astype") and value.dtype.kind in "iu"
+    return torch.as_tensor(value.astype("int64")) if is_array else value
 
 
 def _are_labels(value: Any) -> bool:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.state.modes import evaluating
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import quantizers_of, require_calibrated, switched
@@ -107,11 +109,8 @@ def profile_model(
             sites[quantizer].add(inputs[0])
 
     handles = [quantizer.register_forward_pre_hook(watch) for quantizer in watched]
-    try:
+    with hooked(handles):
         found = _averaged(model, counted(), noise_and_signal, is_async=not sync)
-    finally:
-        for handle in handles:
-            handle.remove()
     layers = [LayerError(name, noise, decibels(signal, noise)) for name, (noise, signal) in found.items()]
     return ErrorProfile(
         sync,
@@ -162,7 +161,7 @@ def _profile_alone(model: nn.Module, names: dict[nn.Module, str], call: Call, no
         with switched([quantizer for quantizer in _quantizers_of(module) if quantizer.is_calibrated], to=True):
             note(names[module], module.forward(*inputs, **keywords), output)
 
-    with _hooked(names, compare):
+    with hooked(module.register_forward_hook(compare, with_kwargs=True) for module in names):
         model(*call[0], **call[1])
 
 
@@ -185,33 +184,16 @@ def _profile_together(model: nn.Module, names: dict[nn.Module, str], call: Call,
     for on, hook in ((False, keep), (True, compare)):
         _switch(model, on)
         visits.clear()
-        with _hooked(names, hook):
+        with hooked(module.register_forward_hook(hook, with_kwargs=True) for module in names):
             args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
             model(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; afterwards the mode of every module and all switches are restored."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with switched(quantizers_of(model)):
-            model.eval()
-            yield
-    finally:
-        model.train(modes[model])
-        for module, mode in modes.items():  # parts may be in another mode than the whole model: frozen norms
-            module.training = mode
+    with switched(quantizers_of(model)), evaluating(model):
+        yield
 
 
 def _switch(model: nn.Module, on: bool) -> None:

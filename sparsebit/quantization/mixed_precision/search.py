@@ -31,12 +31,12 @@ from sparsebit.quantization.mixed_precision.sensitivity import (
     Loss,
     Method,
     Sensitivity,
-    aligned,
     require_sites,
 )
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
 from sparsebit.quantization.mixed_precision.site_facts import SearchedSites, facts_of
 from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.text_table import text_table
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
 _FLOAT_BITS = 32
@@ -97,7 +97,8 @@ class BitSearch:
         """A row per site with a choice, in the order of the model, and a line per budget."""
         scores = self.sensitivity.scores
         rows = [(site, str(count), f"{scores[site][count]:.3g}") for site, count in self.bits.items() if site in scores]
-        table = aligned([("site", "bits", "score"), *(row for row in rows if len(scores[row[0]]) > 1)])
+        shown = [("site", "bits", "score"), *(row for row in rows if len(scores[row[0]]) > 1)]
+        table = text_table(shown, numbers=True)
         budgets = [f"{name}: {_shown(self.spent[name])} of {_shown(limit)}" for name, limit in self.limits.items()]
         fixed = [scores[site][count] for site, count in self.bits.items() if len(scores.get(site, ())) == 1]
         rest = f", of which {sum(fixed):.4g} at {len(fixed)} sites that had no choice" if fixed else ""

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import calls, num_samples, require_repeatable
+from sparsebit.graph.state.modes import evaluating, without_gradients
 from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import in_float, warn_if_lost
@@ -40,6 +41,7 @@ from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.layer_call import current_weight, forward_with
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.text_table import text_table
 
 Method = Literal["gradient", "sqnr", "kl"]
 Bits = Sequence[int]
@@ -88,14 +90,7 @@ class Sensitivity:
         columns = sorted({bits for row in self.scores.values() for bits in row})
         order = sorted(self.scores.items(), key=lambda item: -max(item[1].values(), default=0.0))
         cells = [(site, *(f"{row[bits]:.3g}" if bits in row else "-" for bits in columns)) for site, row in order]
-        return aligned([("site", *(f"{bits} bits" for bits in columns)), *cells])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+        return text_table([("site", *(f"{bits} bits" for bits in columns)), *cells], numbers=True)
 
 
 @ordinary_tensors()
@@ -137,7 +132,7 @@ def sensitivity(
     wanted = _wanted_bits(qmodel, weight_bits, activation_bits)
 
     warn_if_lost(qmodel, "the scores are of rounding the changed weights again")
-    with in_float(qmodel), _frozen(qmodel):
+    with in_float(qmodel), evaluating(qmodel.model), without_gradients(qmodel.model):
         found = candidates_of(qmodel.model, qmodel.plan, wanted, calls(data, qmodel.original, qmodel.device))
         run = _Run(qmodel, found, outputs, temperature)
         for batch in track(data, f"sensitivity ({method})"):
@@ -332,22 +327,6 @@ class _Watch:
         onward = leaf.clone() if leaf is not output else output.view_as(output)
         onward.register_hook(measure)
         return onward
-
-
-@contextlib.contextmanager
-def _frozen(qmodel: QuantModel) -> Iterator[None]:
-    """Inside, the model is in eval mode and its parameters have no gradients."""
-    model = qmodel.model
-    modes = {module: module.training for module in model.modules()}
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval().requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for parameter in learned:
-            parameter.requires_grad_(True)
 
 
 def _mean_loss(loss: Loss, batch: Any, output: Any) -> Tensor:

@@ -26,6 +26,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.nn.utils.weight_norm import WeightNorm
 
+from sparsebit.graph.state.modes import modes_kept
+
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _CONVS = frozenset({nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward})
 _TRANSPOSED_CONVS = frozenset({nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward})
@@ -54,14 +56,10 @@ def side_effect_free_reads(layer: nn.Module) -> Iterator[None]:
     """Inside, reading the layer's weight changes nothing: in training a spectral norm changes state at every read."""
     parametrizations: Any = getattr(layer, "parametrizations", None)
     parts = [layer, *(parametrizations.modules() if is_parametrized(layer) else ())]
-    modes = [part.training for part in parts]
-    try:
+    with modes_kept(parts):
         for part in parts:
             part.training = False
         yield
-    finally:
-        for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
 
 
 def forward_with(layer: nn.Module, weight: Tensor, bias: Tensor | None, args: Args, kwargs: Kwargs) -> Any:

@@ -98,13 +98,8 @@ def _storage(tensor: Tensor) -> int:
 
 def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> UseOfParameters:
     """Observe one forward in eval mode; the call's tensors, all state and random numbers are restored."""
-    modes = {module: module.training for module in model.modules()}
     args, kwargs = cloned((args, kwargs))
     use = UseOfParameters(parameters)
-    try:
-        with state_kept(model), undisturbed_outer_state(model), undisturbed_randomness(), torch.no_grad(), use:
-            model.eval()(*args, **kwargs)
-        return use
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with state_kept(model), undisturbed_outer_state(model), undisturbed_randomness(), torch.no_grad(), use:
+        model.eval()(*args, **kwargs)
+    return use

@@ -111,15 +111,6 @@ class QuantOpr(StandIn):
             return getattr(args[0], op)(*args[1:], **kwargs)
         return op(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            op = self.__dict__.get("_modules", {}).get("op")
-            if op is None or name.startswith("__"):
-                raise
-            return getattr(op, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes that only the layer has (`conv.stride`, `linear.weight`) on the layer, where they are read."""
         op = self.__dict__.get("_modules", {}).get("op")

@@ -24,6 +24,7 @@ from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.recording import architecture_facts
 from sparsebit.records.json_form import from_plain, to_plain
+from sparsebit.text_table import text_table
 
 FORMAT, VERSION = "sparsebit-placement", 1
 
@@ -155,9 +156,7 @@ class PlacementProfile:
         for one in self.choices:
             sqnr = "" if one.sqnr_db is None else f"{one.sqnr_db:.1f} dB"
             rows.append((one.name, f"{one.ratio:.3f}", sqnr, str(one.num_sites), one.verdict))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self.words])
+        return f"{text_table(rows)}\n{self.words}"
 
     def replace(self, **changes: Any) -> PlacementProfile:
         return dataclasses.replace(self, **changes)

@@ -1,8 +1,9 @@
 """Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not.
 
-`make_plan` visits every node of every captured graph once, in order, and decides: no quantizer (with a reason in
-`floats`), or requests for quantized inputs, outputs and weights. `Grouping` then turns a graph's requests into sites.
-Layers outside of graphs are planned one by one (`_plan_loose`).
+`make_plan` first notes what is known about the nodes of a captured graph (`graph_facts.py`). Then it visits every node
+once, in order, and decides: no quantizer (with a reason in `floats`), or requests for quantized inputs, outputs and
+weights. `Grouping` then turns a graph's requests into sites. Layers outside of graphs are planned one by one
+(`_plan_loose`).
 
 The order of visits matters: whether an op's input is on a grid already is looked up in the requests of earlier nodes.
 Nothing is built here, and neither the graph nor the config changes: the results are values.
@@ -10,9 +11,7 @@ Nothing is built here, and neither the graph nor the config changes: the results
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, fx, nn
 
@@ -23,27 +22,24 @@ from sparsebit.errors import BackendError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.nodes.aliasing import overwritten
 from sparsebit.graph.nodes.graph_module import module_of
-from sparsebit.graph.nodes.value_kinds import python_values, static_values, tensor_inputs
 from sparsebit.graph.ops.op_rows import OpKind, OpRow
-from sparsebit.graph.ops.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
-from sparsebit.graph.region import Region
-from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.ops.op_table import keeps_grid, row_of_module
 from sparsebit.quantization.ops.layer_call import side_effect_free_reads
 from sparsebit.quantization.planning.disable_unnecessary_quant import absorbed_by, chain_end
-from sparsebit.quantization.planning.divisors import NOT_ZERO, divisor_only_ops, reads_as_divisor
-from sparsebit.quantization.planning.float_reasons import COMPLEX, HIDDEN, SWITCHED_OFF
+from sparsebit.quantization.planning.divisors import NOT_ZERO, reads_as_divisor
+from sparsebit.quantization.planning.draft import Draft
+from sparsebit.quantization.planning.float_reasons import COMPLEX, HIDDEN
+from sparsebit.quantization.planning.graph_facts import GraphFacts, graph_facts
 from sparsebit.quantization.planning.group_rules import check_groups
 from sparsebit.quantization.planning.grouping import Grouping, Requests, with_sites
-from sparsebit.quantization.planning.masks import hidden_values
 from sparsebit.quantization.planning.placement import InsideOf, Placement
-from sparsebit.quantization.planning.sites import Plan, Site, layer_name, site_of
+from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.planning.writes import IN_PLACE
 
 # Ops through which a runtime keeps integers, besides activation functions and ops that only move values.
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 # Ops that are only quantized if convolutions feed all their inputs.
 _FED_BY_ALL = frozenset({"cat", "mul"})
-PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 # For an add, the search for a convolution ends at these; `_is_conv_fed` says why.
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
@@ -55,12 +51,13 @@ def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]
 
     With `virtual` every known op quantizes its inputs; with a runtime, those in its profile do.
     """
-    draft = _Draft(config, PROFILES[config.BACKEND], floats=dict(captured.untouched))
+    draft = Draft(config, PROFILES[config.BACKEND], floats=dict(captured.untouched))
     placement = Placement()
     for path, region in captured.regions.items():
-        planner = _RegionPlanner(path, region, captured, draft)
+        facts = graph_facts(path, region.graph_module, captured.untraced)
+        requests = _RegionPlanner(facts, captured, draft).make()
         sites = draft.add_site, draft.free_name, draft.wrapped
-        grouping = Grouping(path, region.graph_module, planner.rows, planner.make(), *sites)
+        grouping = Grouping(path, region.graph_module, facts.rows, requests, *sites)
         placement.regions[path] = grouping.place()
     for path, loose in captured.loose.items():
         planned = None if path in captured.untouched else _plan_loose(path, loose.module, draft)
@@ -69,78 +66,12 @@ def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]
     return draft.plan(), placement
 
 
-@dataclass
-class _Draft:
-    """A plan in the making. `wrapped`: the modules, by id, whose sites are in it already."""
-
-    config: QuantConfig
-    profile: RuntimeProfile
-    sites: dict[str, Site] = field(default_factory=dict)
-    floats: dict[str, str] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
-    wrapped: dict[int, nn.Module] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Warn for each key that the user has set against the advice of the runtime's profile.
-
-        QADD is left out: `_why_float` warns only for adds where the key changes the decision.
-        """
-        for setting in self.profile.costs:
-            key, _, value = setting.partition("=")
-            if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(attrgetter(key)(self.config)) == value:
-                self.note_cost(setting)
-
-    def plan(self) -> Plan:
-        return Plan(self.config, self.sites, self.floats, tuple(self.layers), tuple(self.warnings))
-
-    def free_name(self, wanted: str) -> str:
-        """The site's name; further sites that want the same name (a layer that is called twice) get a number."""
-        name, number = wanted, 1
-        while name in self.names:
-            number += 1
-            name = f"{wanted}.{number}"
-        self.names.add(name)
-        return name
-
-    def add_site(self, wanted: str, config: TensorConfig, channel_axis: int) -> str:
-        name = self.free_name(wanted)
-        self.sites[name] = site_of(name, config, channel_axis, narrow=self.profile.narrow_weights)
-        return name
-
-    def note_cost(self, setting: str) -> None:
-        cost = f"{setting} is obeyed, against the {self.profile.name} profile: {self.profile.costs[setting]}"
-        if cost not in self.warnings:
-            self.warnings.append(cost)
-
-    def note_float(self, name: str, row: OpRow | None, op: Any) -> None:
-        is_op = not isinstance(op, type) or issubclass(op, nn.Module)  # else a container or an output class
-        if row is None and is_op:
-            op_name = getattr(op, "__name__", op)
-            self.floats[name] = f"unknown op {op_name}: passes through in float (register it with register_qmodule)"
-        elif row is not None and row.kind is OpKind.FLOAT:
-            self.floats[name] = row.reason
-
-    def note_disabled(self, name: str, activation: TensorConfig | None, weight: TensorConfig | None) -> None:
-        given = [config for config in (activation, weight) if config is not None]
-        if given and all(config.QUANTIZER.DISABLE for config in given):
-            self.floats[name] = SWITCHED_OFF[0]
-
-    def is_skipped(self, name: str) -> bool:
-        """Whether the user's config keeps this module in float; it is then recorded."""
-        is_skipped = LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name)
-        if is_skipped:
-            self.floats[name] = SWITCHED_OFF[1]
-        return is_skipped
-
-
-def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
+def _plan_loose(path: str, module: nn.Module, draft: Draft) -> InsideOf | None:
     """The sites of a layer that a module's own code calls; None if it stays float.
 
     No graph shows what feeds it or reads its output, so a profile's rules about neighbours are decided as "no".
     """
-    if draft.is_skipped(path):
+    if draft.notes_skip(path):
         return None
     config, profile, row = draft.config, draft.profile, row_of_module(module)
     if row is None or row.kind not in _QUANTIZABLE:
@@ -168,44 +99,33 @@ def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
 class _RegionPlanner:
     """Visits the nodes of one graph, and collects the requests for quantizers."""
 
-    def __init__(self, path: str, region: Region, captured: Captured, draft: _Draft) -> None:
-        self.path, self.draft = path, draft
-        self.config, self.profile = config, profile = draft.config, draft.profile
-        self.root, self.graph = region.graph_module, region.graph_module.graph
+    def __init__(self, facts: GraphFacts, captured: Captured, draft: Draft) -> None:
+        self.facts, self.rows, self.root, self.draft = facts, facts.rows, facts.root, draft
+        self.config, self.profile = draft.config, draft.profile
         self.opaque, self.untouched = captured.untraced, captured.untouched
-        self.python = python_values(self.graph)
-        known = (node for node in self.graph.nodes if node not in self.python and not self._is_entered(node))
-        self.rows = {node: row for node in known if (row := row_of(node, self.root)) is not None}
-        keeps_chains = config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
-        absorbs = None if profile.inputs is None else profile.absorbs
-        chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
+        keeps_chains = self.config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
+        absorbs = None if self.profile.inputs is None else self.profile.absorbs
+        chains = absorbed_by(self.root.graph, self.rows, absorbs) if keeps_chains else {}
         # A layer that the user's config keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
-        self.divisor_only_ops = divisor_only_ops(self.graph, self.rows)
-        self.hidden = hidden_values(self.graph, self.rows, self.python)
         self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         self.requests = Requests()
 
     def make(self) -> Requests:
-        # Ops on parameters alone compute a weight: they are not quantized, except layers with a weight of their own.
-        static = static_values(self.graph)
-        for node in (node for node in self.graph.nodes if node.op.startswith("call_") and node not in self.python):
-            row = self.rows.get(node)
-            is_layer = node.op == "call_module" and row is not None and row.kind is OpKind.WEIGHTED
-            if node not in static or is_layer:
-                self._plan_node(node, row, layer_name(self.path, node))
+        for node in self.facts.planned():
+            self._plan_node(node, self.rows.get(node), self.facts.name_of(node))
         return self.requests
 
     def _is_off(self, node: fx.Node) -> bool:
         """Whether the config keeps all of a layer in float."""
-        name = layer_name(self.path, node)
-        if node.op == "call_module" and LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name):
+        name = self.facts.name_of(node)
+        if node.op == "call_module" and self.draft.skips(name):
             return True
         is_weight_off = self.rows[node].kind is not OpKind.WEIGHTED or self.config.resolve("W", name).QUANTIZER.DISABLE
         return is_weight_off and self.config.resolve("A", name).QUANTIZER.DISABLE
 
     def _plan_node(self, node: fx.Node, row: OpRow | None, name: str) -> None:
-        if node.op == "call_module" and (name in self.untouched or self.draft.is_skipped(name)):
+        if node.op == "call_module" and (name in self.untouched or self.draft.notes_skip(name)):
             return
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:
@@ -230,15 +150,15 @@ class _RegionPlanner:
 
     def _request_activations(self, node: fx.Node, row: OpRow, name: str, activation: ActivationConfig) -> None:
         written, divisors, floats = overwritten(node, self.root), reads_as_divisor(node), self.draft.floats
-        every = self._sources(node, row)
-        if sources := [s for s in every if s is not written and s not in self.hidden]:
+        every = self.facts.sources(node)
+        if sources := [s for s in every if s is not written and s not in self.facts.hidden]:
             self.requests.inputs[node] = dict.fromkeys(sources, activation)
             for divisor in divisors:
-                shown = layer_name(self.path, divisor)
+                shown = self.facts.name_of(divisor)
                 floats[f"{name}: divisor {shown}"] = "rounded to zero it would give infinity"
         elif written is not None:
             floats[name] = IN_PLACE
-        elif not self.hidden.isdisjoint(every):
+        elif not self.facts.hidden.isdisjoint(every):
             floats[name] = HIDDEN
         elif divisors:
             floats[name] = "a number divided by a tensor: the divisor stays in float"
@@ -251,8 +171,8 @@ class _RegionPlanner:
         """Raise for a weight format (`profile.apart`) that the runtime does not support after a quantized output."""
         if format_of(weight) not in self.profile.apart:
             return
-        for output in filter(None, map(self._output_of, self._sources(node, row))):
-            name, layer = layer_name(self.path, node), layer_name(self.path, _head(output, self.absorbed))
+        for output in filter(None, map(self._output_of, self.facts.sources(node))):
+            name, layer = self.facts.name_of(node), self.facts.name_of(_head(output, self.absorbed))
             kind = weight.QUANTIZER.TYPE
             raise BackendError(
                 f"W.QUANTIZER.TYPE={kind} at {name}: its input is the quantized output of {layer}, and "
@@ -266,10 +186,10 @@ class _RegionPlanner:
         if module is not None and _is_complex(module):
             return COMPLEX
         if node in self.absorbed:
-            return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
+            return f"absorbed by {self.facts.name_of(self.absorbed[node])}"
         if not _can_quantize(row, self.profile):
             return f"{self.profile.name} runs {row.name} in float"
-        if node in self.divisor_only_ops:
+        if node in self.facts.divisor_only:
             return NOT_ZERO
         if row.name == "add" and (self.profile.inputs is None or activation.is_set("QADD.ENABLE_QUANT")):
             wanted = activation.QADD.ENABLE_QUANT
@@ -294,7 +214,7 @@ class _RegionPlanner:
         return self._is_fed(node, self.rows[node], _ENDS_FOR_ADDS if self.rows[node].name == "add" else frozenset())
 
     def _is_fed(self, node: fx.Node, row: OpRow, stops: frozenset[str]) -> bool:
-        sources = self._tensors(node)
+        sources = self.facts.tensors(node)
         if row.name == "mul" and (len(sources) < 2 or not any(map(self._output_of, sources))):
             return False
         among = all if row.name in _FED_BY_ALL else any
@@ -317,38 +237,11 @@ class _RegionPlanner:
     def _output_of(self, node: fx.Node) -> fx.Node | None:
         """The op whose quantized output this value is, perhaps after ops that only move values; None without one."""
         while node not in self.requests.outputs:
-            row, sources = self.rows.get(node), self._tensors(node)
+            row, sources = self.rows.get(node), self.facts.tensors(node)
             if row is None or not sources or not keeps_grid(row, node, self.root):
                 return None
             node = sources[0]
         return node
-
-    def _tensors(self, node: fx.Node) -> list[fx.Node]:
-        return [source for source in node.all_input_nodes if source not in self.python]
-
-    def _sources(self, node: fx.Node, row: OpRow) -> list[fx.Node]:
-        values: list[Any] = []
-        if row.kind is OpKind.MULTI:
-            values = list(tensor_arguments(row, node.args, node.kwargs).values())
-            values = [value for value in values if row.name not in PRODUCTS or not self._is_stack(value)]
-        elif (place := input_argument(row, node.args, node.kwargs, is_module=node.op == "call_module")) is not None:
-            values = [node.kwargs[place] if isinstance(place, str) else node.args[place]]
-        return list(dict.fromkeys(source for value in values for source in tensor_inputs(value, self.python)))
-
-    def _is_stack(self, value: Any) -> bool:
-        """Whether an operand is a parameter of stacked matrices: a weight, with its own quantizer."""
-        while isinstance(value, fx.Node) and value.op != "get_attr":
-            row = self.rows.get(value)
-            if row is None or row.kind is not OpKind.TRANSPARENT or not value.all_input_nodes:
-                return False
-            value = value.all_input_nodes[0]
-        found = attrgetter(str(value.target))(self.root) if isinstance(value, fx.Node) else None
-        return isinstance(found, nn.Parameter) and sum(size > 1 for size in found.shape) > 2
-
-    def _is_entered(self, node: fx.Node) -> bool:
-        """Whether the node is an untraced module whose layers are planned one by one."""
-        module = module_of(node, self.root)
-        return module is not None and layer_name(self.path, node) in self.opaque and bool(list(module.children()))
 
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:

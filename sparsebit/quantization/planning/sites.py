@@ -31,6 +31,7 @@ from sparsebit.graph.nodes.node_names import node_name
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio
 from sparsebit.registry import OBSERVERS, QUANTIZERS
+from sparsebit.text_table import text_table
 
 Role = Literal["input", "weight", "output", "shared", "gate"]
 _ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
@@ -223,9 +224,7 @@ class Plan(Mapping[str, Site]):
         rows = [("site", "format", "scale per", "quantizer", "observer")]
         specs = ((site, site.spec) for site in self.sites.values())
         rows += [(one.name, spec.dtype_name, spec.granularity.kind, one.quantizer, one.observer) for one, spec in specs]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
+        return "\n".join([text_table(rows), *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
 
 
 def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:

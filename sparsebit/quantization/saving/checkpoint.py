@@ -30,7 +30,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange, flush, is_staging_folder, locked, remove_abandoned, staging_folder
 from sparsebit.interrupts import ignored_interrupts
 from sparsebit.quantization.saving import manifest
-from sparsebit.tensor_files import save_tensors
+from sparsebit.tensor_files import save_tensors, without_ties
 
 TENSORS, MANIFEST = "model.safetensors", manifest.NAME
 _PENDING = f".{TENSORS}."
@@ -45,7 +45,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
     target = path.resolve()  # replace the target of a link, not the link
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{path} is a file; save() writes a folder: give another name")
-    distinct, aliases = _distinct(tensors)
+    distinct, aliases = without_ties(tensors)
     key = secrets.token_hex(8)
     # The hidden folder is in the target itself only where nothing may be created next to it.
     inside = target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK)
@@ -225,17 +225,3 @@ def _key_of(path: Path) -> str | None:
         return str(header.get("__metadata__", {}).get("key", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-
-
-def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once; further names of the same memory (tied weights) become aliases of the first."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
-        if first.setdefault(key, name) != name:
-            aliases[name] = first[key]
-        else:
-            tensors[name] = tensor.detach().contiguous().clone()
-    return tensors, aliases

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from sparsebit.config.selectors import Selector, read_overrides
 from sparsebit.errors import ConfigError
+from sparsebit.sparse.channel_groups import ChannelGroups
 from sparsebit.sparse.channels.groups import Group
 from sparsebit.sparse.channels.labels import FIXED
-from sparsebit.sparse.group_search import ChannelGroups
 from sparsebit.sparse.sparse_config import SparseConfig
 
 KINDS = ("filter", "head", "neuron")

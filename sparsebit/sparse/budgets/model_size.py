@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from sparsebit.execution.batches import calls, num_samples
+from sparsebit.graph.state.modes import evaluating, without_gradients
+from sparsebit.graph.tracing.patched_torch import unfused_attention
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,11 @@ def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
 
     device = next((p.device for p in model.parameters()), None)
     args, kwargs = next(iter(calls([example_inputs], model, device)))
-    modes = {module: module.training for module in model.modules()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # its one operator for a whole layer is not counted
-    model.eval().requires_grad_(False)  # the counter fails on a view of a parameter that needs a gradient
-    try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            outputs = model(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, mode in modes.items():
-            module.training = mode
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    # The fused operator for a whole attention layer is not counted, and the counter fails on a view of a parameter that
+    # needs a gradient.
+    counter = FlopCounterMode(display=False)
+    with evaluating(model), without_gradients(model), unfused_attention(), torch.no_grad(), counter:
+        outputs = model(*args, **kwargs)
     tensors = [*model.parameters(), *model.buffers()]
     return ModelSize(
         counter.get_total_flops() / 2 / max(1, num_samples((args, kwargs), outputs)),

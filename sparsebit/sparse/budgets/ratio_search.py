@@ -27,7 +27,7 @@ from sparsebit.sparse.budgets.latency_table import POINTS, Clock, LatencyShare, 
 from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, tightened, timed_weights
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size
 from sparsebit.sparse.channels.groups import Group, Unit, layers_of
-from sparsebit.sparse.proof.channel_proof import mask_units
+from sparsebit.sparse.proof.bench import mask_units
 from sparsebit.sparse.scoring.padding import real_positions, real_rows
 from sparsebit.sparse.selecting.unit_selection import rounded, select
 from sparsebit.sparse.shrinking.surgery import apply_plan

@@ -1,13 +1,13 @@
 """Units (positions that are removed together) and groups of units that share axes.
 
 `find_groups` watches one run of the model (`trace.py`), joins channels as the operators tie them together, and
-then proves the result (`channel_proof.py`): channels that cannot be proved to be removable are spared.
+then proves the result (`proof/comparing.py`): channels that cannot be proved to be removable are spared.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,3 +152,34 @@ def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -
         alive = sorted(set(range(sizes[tensor][dim])).difference(places))
         kept.setdefault(tensor, {})[dim] = torch.tensor(alive, dtype=torch.long)
     return kept
+
+
+def drawn(groups: Iterable[Group], share: float, generator: torch.Generator, spread: float = 0.0) -> list[Unit]:
+    """Some units of every group, at random; every axis keeps one at least.
+
+    `spread`: how far the share of each group may be from `share`: with one share for all, widths keep their ratios, and
+    code that relies on a ratio (the width of a head is `embed_dim // num_heads`) would pass.
+    """
+    dead: list[Unit] = []
+    for group in groups:
+        own = share + spread * (2 * float(torch.rand((), generator=generator)) - 1)
+        count = min(max(1, round(own * len(group.units))), len(group.units) - 1)
+        order = torch.randperm(len(group.units), generator=generator)[:count].tolist()
+        dead += keeping_axes([group.units[index] for index in order], group)
+    return dead
+
+
+def keeping_axes(dead: Sequence[Unit], group: Group) -> list[Unit]:
+    """The units without those whose removal would empty an axis."""
+    alive: dict[tuple[str, int], int] = {}
+    for unit in group.units:
+        for tensor, dim, _ in unit.members:
+            alive[tensor, dim] = alive.get((tensor, dim), 0) + 1
+    chosen = []
+    for unit in dead:
+        axes = {(tensor, dim) for tensor, dim, _ in unit.members}
+        if all(alive[axis] > 1 for axis in axes):
+            chosen.append(unit)
+            for axis in axes:
+                alive[axis] -= 1
+    return chosen

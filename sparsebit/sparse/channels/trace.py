@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.tracing.patched_torch import unfused_attention
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import MOVES
 from sparsebit.sparse.channels.op_call import Call, tensor_leaves
@@ -125,10 +127,9 @@ class ModulePaths:
         # Hooks of all modules: the model's code may ask for the hooks of one (`if self.layer._forward_hooks:`).
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             del self.stack[1:]
 
 
@@ -250,13 +251,8 @@ def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
 @contextlib.contextmanager
 def plain_operators(*, with_grad: bool = False) -> Iterator[None]:
     """Turn off torch's fused operator for a whole attention or encoder layer, which would hide its parts."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.set_grad_enabled(with_grad), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with unfused_attention(), torch.set_grad_enabled(with_grad), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:

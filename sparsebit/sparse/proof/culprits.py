@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from sparsebit.sparse.channels.groups import Group, Unit
 from sparsebit.sparse.channels.labels import FIXED
-from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule
+from sparsebit.sparse.proof.bench import Bench, SizeRule
+from sparsebit.sparse.proof.comparing import Failure, compare, compare_in
 from sparsebit.sparse.proof.scenes import Scene
 
 
-def guilty_units(
-    bench: Bench, rules: Sequence[SizeRule], groups: Sequence[Group], suspects: set[int], dead: Sequence[Unit]
-) -> set[int]:
+def guilty_units(bench: Bench, groups: Sequence[Group], suspects: set[int], dead: Sequence[Unit]) -> set[int]:
     """The units that meet at a failure and whose group also fails alone; all units that meet there if none does."""
     met = [{unit.label for unit in group.units} for group in groups]
     met = [labels for labels in met if labels & suspects]
     if len(met) > 1:
-        alone = [labels for labels in met if bench.compare([u for u in dead if u.label in labels], rules) is not None]
+        alone = [labels for labels in met if compare(bench, [u for u in dead if u.label in labels]) is not None]
         suspects = suspects & set().union(*alone) if alone else suspects
     return suspects
 
 
 def failing_alike(
     bench: Bench,
-    rules: Sequence[SizeRule],
     units: Sequence[Unit],
     failure: Failure,
     guilty: set[int],
@@ -54,7 +53,7 @@ def failing_alike(
                 alike.setdefault(homes[tensor, dim], set()).add(unit.label)
     # One run is enough: if the last module of the class fails at the same channels, all of them are taken to fail.
     last = [unit for unit in dead if alike and unit.label in alike[list(alike)[-1]]]
-    if not last or bench.compare(last, rules) is None:
+    if not last or compare(bench, last) is None:
         return {}
     what = failure.reason.partition(":")[0]
     return {label: what.replace(failure.where, path, 1) for path, labels in alike.items() for label in labels}
@@ -62,11 +61,10 @@ def failing_alike(
 
 def failing_groups(
     bench: Bench,
-    rules: Sequence[SizeRule],
     groups: Sequence[Group],
     dead: Sequence[Unit],
     scene: Scene | None = None,
-) -> tuple[dict[int, str], list[SizeRule]]:
+) -> tuple[dict[int, str], tuple[SizeRule, ...]]:
     """The labels of groups without which the proof holds, with the reason, and the rules that are left.
 
     `scene`: the one that fails; without one, the example and all scenes are compared.
@@ -75,10 +73,9 @@ def failing_groups(
     group among n costs about 2 * log2(n) runs.
     """
 
-    def compare(units: Sequence[Unit], rules: Sequence[SizeRule]) -> Failure | None:
-        return bench.compare(units, rules) if scene is None else bench.compare_in(scene, units, rules)
+    def failure_of(bench: Bench, units: Sequence[Unit]) -> Failure | None:
+        return compare(bench, units) if scene is None else compare_in(scene, bench, units)
 
-    kept = list(rules)
     held: list[Unit] = []
     failing: dict[int, str] = {}
     waiting = [[{unit.label for unit in group.units} for group in groups]]
@@ -86,21 +83,23 @@ def failing_groups(
         part = waiting.pop()
         gone = set().union(*part)
         trial = held + [unit for unit in dead if unit.label in gone]
-        failure = compare(trial, kept)
-        # An attribute may have been changed that has this number by chance.
-        others = _without_rules_of(bench, kept, gone) if failure is not None and len(part) == 1 else kept
-        if len(others) < len(kept) and compare(trial, others) is None:
-            kept, failure = others, None
+        failure = failure_of(bench, trial)
+        if failure is not None and len(part) == 1:
+            # An attribute may have been changed that has this number by chance.
+            other = _without_rules_of(bench, gone)
+            if len(other.rules) < len(bench.rules) and failure_of(other, trial) is None:
+                bench, failure = other, None
         if failure is None:
             held = trial
         elif len(part) > 1:
             waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
         else:
             failing |= dict.fromkeys(gone, failure.reason)
-    return failing, kept
+    return failing, bench.rules
 
 
-def _without_rules_of(bench: Bench, rules: Sequence[SizeRule], gone: set[int]) -> list[SizeRule]:
-    """The rules that count no channel of these."""
+def _without_rules_of(bench: Bench, gone: set[int]) -> Bench:
+    """The bench with only the rules that count no channel of these."""
     is_alive = bench.alive(gone)
-    return [rule for rule in rules if bool(is_alive[torch.tensor(rule.labels).clamp(min=FIXED)].all())]
+    left = (rule for rule in bench.rules if bool(is_alive[torch.tensor(rule.labels).clamp(min=FIXED)].all()))
+    return replace(bench, rules=tuple(left))

@@ -23,6 +23,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
 from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
 from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.sparse.channels.returned import results_of
 from sparsebit.sparse.channels.trace import plain_operators
@@ -85,13 +86,11 @@ class Scene:
         """
         copied = copy_model(model, share_parameters=not self.arms)
         called: set[nn.Module] = set()
-        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
         try:
-            found, taken = self.run(copied)
+            with hooked([register_module_forward_pre_hook(lambda module, _: called.add(module))]):
+                found, taken = self.run(copied)
         except Exception:
             return None
-        finally:
-            hook.remove()
         is_finite = all(bool(torch.isfinite(x).all()) for x in found if x.is_floating_point())
         is_good = is_finite and (not self.arms or _same_parameters(model, copied))
         names = frozenset(path for path, one in copied.named_modules(remove_duplicate=False) if one in called)

@@ -5,33 +5,47 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from sparsebit.sparse.channels.groups import Unit
 from sparsebit.sparse.channels.labels import FIXED
-from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule
+from sparsebit.sparse.proof.bench import Bench, SizeRule
+from sparsebit.sparse.proof.comparing import Failure, compare
 
 _MOST_OPTIONS = 16
+_NUM_REPAIRS = 5  # repairs that are compared if one helps: two attributes may hold the same number by chance
 # Where in a forward a size was seen: the number of the step, the tensor, the dimension.
 Source = tuple[int, int, int]
 # Size -> the labels of the dimensions that have it and shrink, and their places.
 Sizes = dict[int, list[tuple[Tensor, Source | None]]]
 
 
-def find_repairs(
-    bench: Bench, failure: Failure, dead: Sequence[Unit], rules: Sequence[SizeRule]
-) -> Iterator[list[SizeRule]]:
-    """Sets of attributes, most likely first, whose change could get the run past a failure."""
+def better_rules(
+    bench: Bench, failure: Failure, dead: Sequence[Unit], position: tuple[int, int]
+) -> tuple[SizeRule, ...] | None:
+    """Rules with which the run comes further than to this position."""
+    furthest, best = position, None
     sizes_in = _shrinking(bench, dead)
-    for option in itertools.islice(_options(bench, failure, sizes_in, rules), _MOST_OPTIONS):
-        yield _everywhere(bench, option, sizes_in)
+    for number, option in enumerate(itertools.islice(_options(bench, failure, sizes_in), _MOST_OPTIONS)):
+        if best is not None and number >= _NUM_REPAIRS:
+            break
+        added = _everywhere(bench, option, sizes_in)
+        known = {(rule.module, rule.attribute, rule.item) for rule in added}
+        others = [rule for rule in bench.rules if (rule.module, rule.attribute, rule.item) not in known]
+        rules = (*others, *added)
+        other = compare(replace(bench, rules=rules), dead)
+        if other is None:
+            return rules
+        if other.position > furthest:
+            furthest, best = other.position, rules
+    return best
 
 
-def _options(
-    bench: Bench, failure: Failure, sizes_in: Callable[[str], Sizes], rules: Sequence[SizeRule]
-) -> Iterator[list[SizeRule]]:
-    known = {(rule.module, rule.attribute, rule.item) for rule in rules}
+def _options(bench: Bench, failure: Failure, sizes_in: Callable[[str], Sizes]) -> Iterator[list[SizeRule]]:
+    """Sets of attributes, most likely first, whose change could get the run past a failure."""
+    known = {(rule.module, rule.attribute, rule.item) for rule in bench.rules}
     parts = failure.where.split(".") if failure.where else []
     # From the failing module outwards: the attribute is most often its own.
     for path in [".".join(parts[:length]) for length in range(len(parts), -1, -1)]:

@@ -31,8 +31,6 @@ _COUNTING = frozenset((
     "mean", "var", "std", "norm", "softmax", "log_softmax", "softmin", "logsumexp", "layer_norm", "rms_norm",
     "normalize", "nanmean", "var_mean", "std_mean", "median", "topk", "sort", "prod", "argmax", "argmin", "amax",
 ))  # fmt: skip
-# They mix channels, or run other operators: only a run says whether they count.
-_OPAQUE = frozenset(("group_norm", "instance_norm", "local_response_norm", "cosine_similarity", "einsum"))
 _OF_NUMBERS = frozenset(("int", "float", "sqrt", "max", "min", "len", "size", "numel", "pow", "log", "log2", "abs"))
 # Functions that take sizes as sizes: the result has as many elements as are given.
 SIZING = frozenset((

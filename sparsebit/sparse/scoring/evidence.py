@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.execution.distributed import gather
+from sparsebit.graph.values.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.sparse.scoring.criteria import Evidence, LayerMoments, Need
@@ -140,16 +141,13 @@ def _run(model: nn.Module, batches: Iterable[Any], note: Note, *handles: Removab
         note(name, layer, args[0], output, real if isinstance(layer, nn.Linear) else None)
 
     hooks = [module.register_forward_hook(functools.partial(see, name=name)) for name, module in _weighted(model)]
-    try:
+    with hooked((*hooks, *handles)):
         for batch in batches:
             call = as_call(batch, model)
             real = real_positions(call, model)
             args, kwargs = to_device(call, next(model.parameters()).device)
             model(*args, **kwargs)
             count += 1
-    finally:
-        for handle in (*hooks, *handles):
-            handle.remove()
     return count
 
 

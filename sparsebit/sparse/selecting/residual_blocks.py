@@ -26,7 +26,7 @@ from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
+from sparsebit.sparse.proof.probe_model import probe_of
 from sparsebit.sparse.scoring.element_masks import num_pruned
 from sparsebit.sparse.shrinking.skipped_block import first_tensor, skip_blocks
 from sparsebit.sparse.sparse_config import SparseConfig
@@ -79,11 +79,7 @@ def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlock
     """
     call = as_call(example_inputs, model)
     call = to_device(call, next((p.device for p in model.parameters()), None))
-    # Random values in fresh norms and layer scales: a branch that is zero cannot prove anything.
-    probe = probe_copy(model)
-    precise, precise_call = double_precision(probe, call)
-    if _outputs(copy_model(precise), precise_call) is not None:
-        probe, call = precise, precise_call
+    probe, call = probe_of(model, call)
     dense = _outputs(copy_model(probe), call)
     if dense is None:
         raise CaptureError("the model does not run on the example inputs; give other ones")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.channels.groups import Group, Unit, layers_of, positions_of
-from sparsebit.sparse.proof.channel_proof import keeping_axes
+from sparsebit.sparse.channels.groups import Group, Unit, keeping_axes, layers_of, positions_of
 from sparsebit.sparse.scoring.element_masks import num_pruned
 from sparsebit.sparse.sparse_config import SparseConfig
 

@@ -25,7 +25,7 @@ from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.interrupts import ignored_interrupts
 from sparsebit.records.model_folders import PrunedModel
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan, plan_of
-from sparsebit.tensor_files import load_tensors, save_tensors
+from sparsebit.tensor_files import load_tensors, save_tensors, without_ties
 from sparsebit.version import __version__
 
 TENSORS, CHANNELS = "model.safetensors", "channels.json"
@@ -50,7 +50,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, measured: PrunedMo
     target, state = checked_folder(path), model.state_dict()
     if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"{other[0]} is not a tensor, and a folder holds tensors alone; take it out of the state")
-    tensors, aliases = _distinct(dict(state))
+    tensors, aliases = without_ties(dict(state))
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     description = {
         "format": _FORMAT, "sparsebit": __version__, "class": kind, "aliases": aliases, "versions": _versions(state),
@@ -124,17 +124,6 @@ def _versions(state: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
     metadata: Mapping[str, Mapping[str, Any]] = getattr(state, "_metadata", {})
     found = {path: entry.get("version") for path, entry in metadata.items()}
     return {path: {"version": number} for path, number in found.items() if isinstance(number, int)}
-
-
-def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tied tensors once, and the further names of each."""
-    first: dict[tuple[Any, ...], str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
-        if first.setdefault(key, name) != name:
-            aliases[name] = first[key]
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
 
 
 def _publish(staged: Path, target: Path) -> None:

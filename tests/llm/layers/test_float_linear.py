@@ -8,6 +8,11 @@ import torch
 from sparsebit.llm import FloatLinear
 from sparsebit.llm.layers import float_weight
 from sparsebit.llm.layers.float_weight import FloatWeight, round_to_floats, scaled_product
+from sparsebit.llm.layers.input_kinds import SCHEMES, InputFormat
+from sparsebit.llm.layers.input_rounding import InputRounding
+
+TOKENS = InputRounding(SCHEMES["fp8"])
+CONSTANT = InputRounding(InputFormat("fp8", dynamic=False), scale=0.01)
 
 
 def weight(rows: int = 96, columns: int = 128, kind: str = "fp8") -> FloatWeight:
@@ -17,7 +22,8 @@ def weight(rows: int = 96, columns: int = 128, kind: str = "fp8") -> FloatWeight
 
 
 def exact(x: torch.Tensor, layer: FloatLinear) -> torch.Tensor:
-    rounded = float_weight.round_tokens(x).double()
+    assert layer.inputs is not None
+    rounded = layer.inputs.rounded(x.float()).double()
     return torch.nn.functional.linear(rounded, layer.packed.dequantize(torch.float64))
 
 
@@ -30,7 +36,7 @@ def test_the_scaled_product_is_that_of_the_unpacked_weight(shape: tuple[int, ...
     x = torch.randn(shape).bfloat16()
     x.reshape(-1, 128)[0] = 0  # a token of zeros
     layer = FloatLinear(weight())
-    found = scaled_product(x, layer.packed)
+    found = scaled_product(x, layer.packed, TOKENS)
     assert found.dtype == torch.bfloat16 and found.shape == (*shape[:-1], 96)
     if x.any():
         assert difference(found, exact(x, layer)) < 4e-3  # bfloat16 of the result, and of the scales of tokens
@@ -38,8 +44,14 @@ def test_the_scaled_product_is_that_of_the_unpacked_weight(shape: tuple[int, ...
         assert not found.any()
 
 
+def test_the_scaled_product_with_a_constant_scale() -> None:
+    x = torch.randn(5, 128).bfloat16()
+    layer = FloatLinear(weight(), inputs=CONSTANT)
+    assert difference(scaled_product(x, layer.packed, CONSTANT), exact(x, layer)) < 4e-3
+
+
 def test_no_tokens() -> None:
-    assert scaled_product(torch.empty(0, 5, 128).bfloat16(), weight()).shape == (0, 5, 96)
+    assert scaled_product(torch.empty(0, 5, 128).bfloat16(), weight(), TOKENS).shape == (0, 5, 96)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +80,16 @@ def test_a_layer_with_a_scaled_product(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = x.bfloat16().requires_grad_()
     layer(trained).sum().backward()
     assert trained.grad is not None
-    layer.rounds_inputs = False
+    layer.inputs = None
     dense = layer.packed.dequantize(torch.float64)
     assert difference(layer(x.bfloat16()), x.bfloat16().double() @ dense.t()) < 5e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
-def test_on_a_gpu(num_rows: int) -> None:
-    layer = FloatLinear(weight()).to("cuda")
+@pytest.mark.parametrize("inputs", [None, CONSTANT], ids=["tokens", "constant"])
+def test_on_a_gpu(num_rows: int, inputs: InputRounding | None) -> None:
+    layer = FloatLinear(weight(), inputs=inputs).to("cuda")
     if layer.path != "scaled_mm":
         pytest.skip("needs compute capability 9.0")
     x = torch.randn(num_rows, 128, device="cuda").bfloat16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from sparsebit.llm import Recipe, convert, kernel_paths, load, quantize, residen
 from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, FloatKind
-from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight, round_to_floats, round_tokens
+from sparsebit.llm.layers.float_weight import FloatLinear, FloatWeight, round_to_floats
+from sparsebit.llm.layers.input_kinds import SCHEMES
+from sparsebit.llm.layers.input_rounding import InputRounding
 from tests.llm.quantizing.test_quantize_folder import contents, logits
 from tests.llm.tiny_models import loaded, saved, tiny_model
 
@@ -72,7 +75,7 @@ class TestRounding:
         x, bias = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(4)), torch.ones(24)
         weight = rounded(kind)
         layer = FloatLinear(weight, bias)
-        inputs = round_tokens(x) if kind == "fp8" else x
+        inputs = InputRounding(SCHEMES["fp8"])(x) if kind == "fp8" else x
         torch.testing.assert_close(layer(x), inputs @ weight.dequantize(torch.float32).T + bias)
         half = FloatLinear(weight).to(torch.bfloat16)  # the type of activations; the weight keeps its own
         assert half.scales.dtype == weight.scales.dtype and half(x.bfloat16()).dtype == torch.bfloat16
@@ -86,7 +89,7 @@ def test_other_float_schemes_are_refused() -> None:
 
 def test_tokens_have_their_own_scales() -> None:
     x = torch.tensor([[[448.0, 1.0, 17.3], [0.0, 0.0, 0.0], [-4.48, 0.01, 0.173]]])
-    found = round_tokens(x)
+    found = InputRounding(SCHEMES["fp8"])(x)
     assert found[0, 0].tolist() == [448.0, 1.0, 18.0] and found[0, 1].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(found[0, 2], torch.tensor([-4.48, 0.01, 0.18]))
 
@@ -127,3 +130,14 @@ def test_global_scales_of_experts_are_refused(tmp_path: Path) -> None:
     source = saved(tiny_model("mixtral", num_hidden_layers=1), tmp_path / "model")
     with pytest.raises(ConfigError, match="global scales of experts"):
         quantize(source, tmp_path / "packed", Recipe("nvfp4"))
+
+
+def test_layers_that_servers_join_share_the_divisor(tmp_path: Path) -> None:
+    """VLLM takes the largest divisor of q, k and v for all three."""
+    pytest.importorskip("compressed_tensors")
+    model = tiny_model(num_hidden_layers=1)
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 5] = 9.0
+    made = quantize(saved(model, tmp_path / "model"), tmp_path / "packed", Recipe("nvfp4"))
+    attention: Any = load(made.folder).get_submodule("model.layers.0.self_attn")
+    divisors = [float(getattr(attention, f"{name}_proj").divisor) for name in "qkvo"]
+    assert divisors[0] == divisors[1] == divisors[2] < divisors[3]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.quantization import QuantModel, register_quantizer
-from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.sparse.channels.groups import drawn
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
-from sparsebit.sparse.proof.channel_proof import drawn, mask_units
+from sparsebit.sparse.proof.bench import mask_units
 from sparsebit.sparse.shrinking.surgery import apply_plan
 
 Run = Callable[[nn.Module], Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.sparse import SparseModel, find_groups, load, save
-from sparsebit.sparse.proof.channel_proof import mask_units
+from sparsebit.sparse.proof.bench import mask_units
 from sparsebit.sparse.shrinking.pruned_attention import PrunedMultiheadAttention
 from sparsebit.sparse.shrinking.surgery import apply_plan
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.llm.finetuning.data.instructions import Sample
-from sparsebit.llm.models.hub_classes import evaluating
 
 IGNORED = -100  # the target of a position that is not learned
 _NUM_OPEN = 64  # rows that are filled at the same time

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.llm.finetuning.data.sample_packing import IGNORED, Batch
-from sparsebit.llm.models.hub_classes import evaluating
 
 log = logging.getLogger(__name__)
 # Logits at once: 64 MiB in float32.

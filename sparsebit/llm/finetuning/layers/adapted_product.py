@@ -36,7 +36,8 @@ def trains(layer: nn.Module, x: Tensor, down: Tensor) -> bool:
     if not torch.is_grad_enabled() or not (x.requires_grad or down.requires_grad):
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return type(layer) is QuantLinear and not any(hooks) and not torch.is_autocast_enabled(x.device.type)
+    is_plain = type(layer) is QuantLinear and layer.inputs is None and not any(hooks)
+    return is_plain and not torch.is_autocast_enabled(x.device.type)
 
 
 def adapted_product(layer: QuantLinear, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

@@ -179,7 +179,7 @@ def test_views_of_what_is_no_image(caplog: pytest.LogCaptureFixture) -> None:
     qmodel = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), data)
     with caplog.at_level(logging.INFO):
         reconstruct(qmodel, data, views=4, **QUICK)
-    assert "no input is a batch of images" in caplog.text
+    assert "the input is not one batch of images" in caplog.text
 
 
 def test_targets_are_those_of_the_float_model_after_other_algorithms() -> None:
@@ -377,10 +377,90 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"method": "best"}, "method"), ({"rounding": "up"}, "rounding"), ({"drop": 2.0}, "drop"), ({"lr": -1.0}, "lr"),
-    ({"steps": 0}, "steps"), ({"views": 0}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
+    ({"steps": 0}, "steps"), ({"views": -1}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
     ({"blocks": []}, "at least one module"),
 ])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    data = batches(1)
+    with pytest.raises(ConfigError, match=message):
+        reconstruct(calibrated(float_model(), data), data, **options)
+
+
+def test_views_are_new_in_every_step() -> None:
+    """Patches, errors inside the network, a divergence: two runs have equal bits, and the error falls."""
+    model, data = float_model(), batches()
+    states, options = [], {"patched": 0.5, "features": 1.0, "loss": "kl", "temperature": 2.0}
+    for _ in range(2):
+        qmodel = calibrated(model, data)
+        before = error(qmodel, model, data)
+        found = reconstruct(qmodel, data, method="distill", views=0, lr=0.05, **options, **QUICK)  # type: ignore[arg-type]
+        assert found["network"].is_kept and error(qmodel, model, data) < 0.9 * before
+        check_weights_hold_their_values(qmodel)
+        states.append(qmodel.state_dict())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_new_views_are_not_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two steps see the same image; without `views=0` all see the stored ones."""
+    seen: list[list[Tensor]] = []
+    train = reconstruction.train_block
+
+    def watched(data: Any, *args: Any, teacher: Any, **kwargs: Any) -> Any:
+        images: list[Tensor] = []
+        seen.append(images)
+        target = data if teacher is None else teacher
+        own = target.run
+
+        def watching(inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                images.extend(inputs[0])
+            return own(inputs)
+
+        target.run = watching
+        return train(data, *args, teacher=teacher, **kwargs)
+
+    monkeypatch.setattr(reconstruction, "train_block", watched)
+    data = batches(1)
+    for views in (1, 0):
+        reconstruct(calibrated(float_model(), data), data, method="distill", views=views, steps=8, batch_size=12)
+    distinct = [len({tuple(image.flatten().tolist()) for image in images}) for images in seen]
+    assert distinct[0] == 12 and distinct[1] > 60
+
+
+def test_a_hopeless_training_of_the_network_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    train = reconstruction.train_block
+
+    def counted(data: Any, *args: Any, distance: Any, **kwargs: Any) -> Any:
+        def counting(*values: Any) -> Tensor:
+            steps.append(1)
+            return distance(*values)
+
+        return train(data, *args, distance=counting, **kwargs)
+
+    monkeypatch.setattr(reconstruction, "train_block", counted)
+    data = batches()
+    qmodel = calibrated(float_model(), data)
+    before = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    found = reconstruct(qmodel, data, method="distill", views=0, lr=5.0, **QUICK)
+    assert len(steps) == 20 and not found["network"].is_kept
+    assert all(torch.equal(before[name], tensor) for name, tensor in qmodel.state_dict().items())
+
+
+def test_fisher_information_of_low_rank() -> None:
+    model, data = float_model(), batches()
+    qmodel = calibrated(model, data)
+    assert gain(reconstruct(qmodel, data, method="brecq", fisher_rank=3, **QUICK)) < 0.95
+    check_weights_hold_their_values(qmodel)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"views": 0}, "are for the whole network, and the blocks are 'blocks'"),
+    ({"features": 1.0, "blocks": "layers"}, "whole network"), ({"loss": "kl", "method": "brecq"}, "whole network"),
+    ({"method": "distill", "patched": 0.5}, "set views=0"), ({"fisher_rank": 2}, "needs fisher=True"),
+    ({"method": "distill", "fisher": True, "fisher_rank": 2}, "blocks of the network"),
+])  # fmt: skip
+def test_options_that_would_have_no_effect(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
         reconstruct(calibrated(float_model(), data), data, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsebit.sparse.channels.trace import TracedCall
-from sparsebit.sparse.proof.channel_proof import computing
+from sparsebit.sparse.proof.comparing import computing
 
 
 def steps(*names: str) -> list[TracedCall]:
