@@ -39,7 +39,7 @@ from sparsebit.llm.models.architectures import (
     need_loadable_layers,
     reads_images,
 )
-from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
+from sparsebit.llm.models.calibration_batches import IDS, Batch, Tokens, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -180,6 +180,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     architecture = architecture_of(skeleton.model)
     blocks = blocks_of(skeleton.model, architecture)
     shares: Mapping[str, int] = {}
+    tokens: Tokens
     if isinstance(job.calibration, Calibration | None):
         drawn = _tokens(job, job.calibration, skeleton.model, widest_layer(blocks))
         tokens, shares = drawn.tokens, drawn.shares
@@ -245,7 +246,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
         for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
         write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
-        write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
+        if isinstance(run.tokens, Tensor):  # with images the cache is float
+            write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -253,7 +255,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_text(made / model_folders.FILE, _record(job, run).to_json())
         write_checksums(made)
         found = None
-        if job.check and skeleton.transposed:
+        if job.check and skeleton.transposed and isinstance(text, Tensor):
             found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
         elif job.check:
             reasons = (*vllm_reasons(run.formats, run.fused), *cache_reasons(run.recipe.kv_cache))
