@@ -23,6 +23,7 @@ import torch
 from common import ROOT, data_folder, emit
 from torch import Tensor
 
+from sparsebit.kernels import eight_bits
 from sparsebit.llm import Calibration, QuantLinear, Recipe, load, perplexity, quantize, token_stream, windows
 from sparsebit.llm.layers.input_rounding import InputRounding
 
@@ -61,17 +62,19 @@ SCHEMES: dict[str, Recipe] = {
 @contextlib.contextmanager
 def divided_by_127() -> Iterator[None]:
     """Inside, int8 scales of tokens are those of vLLM's kernel."""
-    own = InputRounding._per_token
+    own, takes = InputRounding._per_token, eight_bits.takes
 
     def per_token(self: InputRounding, x: Tensor) -> tuple[Tensor, Tensor]:
         scale, zero = own(self, x)
         return (scale * (127.5 / 127) if self.format.kind == "int8" else scale), zero
 
     InputRounding._per_token = per_token  # type: ignore[method-assign]
+    eight_bits.takes = lambda x: False  # the kernel has compressed-tensors' divisor
     try:
         yield
     finally:
         InputRounding._per_token = own  # type: ignore[method-assign]
+        eight_bits.takes = takes
 
 
 @torch.no_grad()
