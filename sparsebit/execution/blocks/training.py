@@ -126,7 +126,7 @@ def train_block(
         _write(parameters, groups)
         return found.detach()
 
-    one_step = CapturedStep(learn, learned, rates.optimizer, is_wanted=is_captured)
+    one_step = CapturedStep(learn, [*learned, *parameters], rates.optimizer, is_wanted=is_captured)
     for step in range(training.steps):
         progress = step / training.steps
         rates.set(progress)
@@ -142,6 +142,29 @@ def train_block(
     for own in learned:
         own.grad = None
     return watch.last
+
+
+@torch.no_grad()
+def update(
+    groups: Sequence[ParameterGroup],
+    gradients: Sequence[Tensor | None],
+    moments: Sequence[tuple[Tensor, Tensor]],
+    number: int,
+) -> None:
+    """Step `number`, from 0, of an optimizer whose state is kept elsewhere; all in float32.
+
+    `moments`: the means of each parameter's gradients and of their squares. They and the parameters are written to.
+    """
+    optimizer = _Rates(groups, on_device=False).optimizer
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    for parameter, gradient, (mean, square) in zip(parameters, gradients, moments, strict=True):
+        step = torch.tensor(float(number), device=parameter.device)
+        optimizer.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+    optimizer.step()
+    _write(parameters, groups)
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @torch.no_grad()

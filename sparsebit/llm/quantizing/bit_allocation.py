@@ -200,7 +200,7 @@ class _TwoPasses:
         full = f"{path}.{name}"
         stored = self.skeleton.stored_type(f"{full}.weight")
         # Without sweeps, to save time: the costs only need to rank layers and bits.
-        quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
+        quick = replace(self.recipe, sweeps=0) if self.recipe.uses_gptq else self.recipe
         self.num_weights[full] = weight.numel()
         if not moments.num_rows:  # an expert that no token reached
             self.costs[full] = dict.fromkeys(self.recipe.candidate_bits, 0.0)
