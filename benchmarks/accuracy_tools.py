@@ -234,6 +234,7 @@ TOOLS: dict[str, Tool] = {
     "float": Tool("sparsebit", "not quantized", lambda task, _: task.model),
     "sparsebit-fast": Tool("sparsebit", 'effort="fast"', partial(sparsebit, effort="fast")),
     "sparsebit-good": Tool("sparsebit", 'effort="good"', partial(sparsebit, effort="good")),
+    "sparsebit-best": Tool("sparsebit", 'effort="best"', partial(sparsebit, effort="best")),
     "sparsebit": Tool("sparsebit", "calibration, min-max", sparsebit),
     "sparsebit-equalize": Tool("sparsebit", "min-max, equalize", partial(sparsebit, algorithm="equalization")),
     "sparsebit-encoder": Tool("sparsebit", ENCODER, partial(sparsebit_config, file=ENCODER)),

@@ -2,15 +2,17 @@
 
     python benchmarks/programs.py [--only resnet20,timm/resnet18] [--target executorch] [--json FILE] [--samples 500]
 
-Prints one JSON line per model. Models: `resnet20`, `mobilenetv2`, `vit`, `efficientnet_lite0`, `minilm` of the data
-folder, with their accuracy on the first `--samples`; or architectures of `zoo_models.py` with random weights. Times are
-CPU time of one thread in turns, batch 1. `ratio` is against the float file of the same runtime.
+Prints one JSON line per model, and skips those that the file of `--json` has already. Models: `resnet20`,
+`mobilenetv2`, `vit`, `efficientnet_lite0`, `minilm` of the data folder, with accuracy on the first `--samples`; or
+architectures of `zoo_models.py` with random weights. Times are CPU time of one thread in turns, batch 1. `ratio` is
+against the float file of the same runtime.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import sys
 import tempfile
 import traceback
@@ -229,6 +231,14 @@ def guarded(step: Callable[[], dict[str, Any]], key: str) -> dict[str, Any]:
         return {key: "".join(traceback.format_exception_only(error)).strip()[:300]}
 
 
+def finished(file: Path | None, target: str) -> set[str]:
+    """The models that the file has rows of, so that a run that was stopped continues."""
+    if file is None or not file.is_file():
+        return set()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["model"] for row in rows if row.get("target", target) == target}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="resnet20,mobilenetv2,vit,efficientnet_lite0,minilm")
@@ -238,9 +248,12 @@ def main() -> None:
     parser.add_argument("--peers", default="torchao,onnx", help="what is measured too; empty: nothing")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    done = finished(asked.json, asked.target)
     for name in asked.only.split(","):
+        if name in done:
+            continue
         found = guarded(partial(examine, name, asked), "error")
-        emit({"benchmark": "programs", "model": name, **found}, asked.json)
+        emit({"benchmark": "programs", "model": name, "target": asked.target, **found}, asked.json)
 
 
 if __name__ == "__main__":

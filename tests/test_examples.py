@@ -28,6 +28,7 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from tests import torchvision_shim
 from tests.conftest import ROOT
 from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
+from tests.llm.tiny_vision_models import tiny_vision_model, with_processor
 
 EXAMPLES = ROOT / "examples"
 ONNX = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
@@ -62,6 +63,7 @@ LANGUAGE_MODELS = {
     "llm_quantize": "model --text text.txt --group-size 32 --num-samples 4 --length 24",
     "llm_finetune": "out/packed data.jsonl --length 24 --rank 2 --batch-size 2",
 }
+WITH_IMAGES = ("llm_vision",)
 LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and the packages that run them
 ON_ANY_IMAGES = ("prune_imagenet", "ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: no data folder
 
@@ -119,7 +121,16 @@ def test_a_file_without_its_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "modules"), [(".pte", ("executorch", "torchao")), (".pt2", ())])
+@pytest.mark.parametrize(
+    ("ending", "modules"),
+    [
+        (".pte", ("executorch", "torchao")),
+        (".pt2", ()),
+        (".tflite", ("litert_torch", "ai_edge_litert")),
+        (".mlpackage", ("coremltools",)),
+        (".onnx", ("onnxruntime_qnn",)),
+    ],
+)
 def test_a_program(
     ending: str, modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -131,8 +142,28 @@ def test_a_program(
     monkeypatch.setattr(sys, "argv", ["ptq_program", "--export", str(file), "--json"])
     importlib.import_module("ptq_program").main()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert file.exists() and record["bytes"] > 1000
+    if ending == ".mlpackage":
+        assert "scores" not in record  # nothing here runs it
+        return
     assert record["scores"]["file"] > record["scores"]["float"] - 2 > 80
-    assert "in integers" in record["audit"] and file.is_file()
+    assert "in integers" in record["audit"]
+
+
+def test_a_program_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["ptq_program", "--export", str(tmp_path / "int8.pte"), "--json"])
+    example = importlib.import_module("ptq_program")
+
+    def made(*_: Any) -> None:
+        raise MissingExtraError("executorch", "executorch", "writing a .pte file")
+
+    monkeypatch.setattr(example, "made", made)
+    example.main()
+    assert "pip install" in json.loads(capsys.readouterr().out)["skipped"] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -161,6 +192,21 @@ def test_language_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         record = json.loads(capsys.readouterr().out)
         assert record["text"]
     assert record["losses"] and (tmp_path / "out" / "merged" / "config.json").is_file()
+
+
+def test_a_model_that_reads_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("compressed_tensors", "PIL"):
+        pytest.importorskip(package)
+    with_processor(with_tokenizer(saved(tiny_vision_model("llava"), tmp_path / "model")))
+    draw(*(tmp_path / "images" / f"{number}.png" for number in range(3)), size=20)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = f"{tmp_path}/model -o {tmp_path}/out --images {tmp_path}/images --group-size 32 --num-images 2".split()
+    monkeypatch.setattr(sys, "argv", ["llm_vision", *arguments])
+    importlib.import_module("llm_vision").main()
+    record = json.loads(capsys.readouterr().out)
+    assert record["layers"] == 14 and record["text"]
 
 
 @pytest.mark.slow
@@ -219,7 +265,7 @@ def test_every_example_is_run_here_and_told_in_the_readme() -> None:
         "compress_cifar10",
     }  # which have tests of their own
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert names == RUNS.keys() | LOOPS.keys() | LANGUAGE_MODELS.keys()
+    assert names == RUNS.keys() | LOOPS.keys() | LANGUAGE_MODELS.keys() | set(WITH_IMAGES)
     assert [name for name in names if f"[{name}.py]({name}.py)" not in readme] == []
 
 

@@ -39,7 +39,7 @@ def add(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: str | 
     `platform.machine()` names it, by default this one.
     """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
-    ratio_a, ratio_b = _float32(scale_a / scale_c), _float32(scale_b / scale_c)
+    ratio_a, ratio_b = float32(scale_a / scale_c), float32(scale_b / scale_c)
     codes_a, codes_b = codes_from_zero(a, scales[0]), codes_from_zero(b, scales[1])
     zero_a, zero_b, zero_c = (float(zero_point.round()) for zero_point in zero_points)
     if _is_arm(machine):
@@ -47,16 +47,16 @@ def add(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: str | 
         if fixed is None:  # the values themselves are added (a fused multiply-add), then quantized
             value_b = codes_b.double().mul_(scale_b).float()
             total = codes_a.double().mul_(scale_a).add_(value_b).float().div_(scale_c).add_(zero_c)
-            return _on_grid(total.round_().sub_(zero_c), scales[2], a)
+            return on_grid(total.round_().sub_(zero_c), scales[2], a)
         shift, multiplier_a, multiplier_b = fixed
         total = codes_a.double().mul_(multiplier_a).add_(codes_b.double().mul_(multiplier_b))
         half_away = total.abs().add_(float(1 << (shift - 1))).mul_(2.0**-shift).floor_().mul_(total.sign())
-        return _on_grid(half_away, scales[2], a)
+        return on_grid(half_away, scales[2], a)
     # Products of float32 numbers are exact in float64: these are fused multiply-adds except for a double rounding.
-    constant = _float32(zero_c - _float32(ratio_a * zero_a + _float32(ratio_b * zero_b)))
+    constant = float32(zero_c - float32(ratio_a * zero_a + float32(ratio_b * zero_b)))
     partial = codes_b.add_(zero_b).double().mul_(ratio_b).add_(constant).float()
     total = codes_a.add_(zero_a).double().mul_(ratio_a).add_(partial).float()
-    return _on_grid(total.round_().sub_(zero_c), scales[2], a)
+    return on_grid(total.round_().sub_(zero_c), scales[2], a)
 
 
 def multiply(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: str | None = None) -> Tensor:
@@ -65,13 +65,13 @@ def multiply(a: Tensor, b: Tensor, scales: Three, zero_points: Three, machine: s
     Arm adds the zero point in the same step (fused multiply-add), x86 in a second one.
     """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
-    multiplier = _float32(_float32(scale_a * scale_b) / scale_c)
+    multiplier = float32(float32(scale_a * scale_b) / scale_c)
     zero_c = float(zero_points[2].round())
     product = codes_from_zero(a, scales[0]).mul(codes_from_zero(b, scales[1])).double().mul_(multiplier)
     if not _is_arm(machine):
         product = product.float()
     total = product.add_(zero_c).float()
-    return _on_grid(total.round_().sub_(zero_c), scales[2], a)
+    return on_grid(total.round_().sub_(zero_c), scales[2], a)
 
 
 def saturates_as_hard_sigmoid(scale: float, zero_point: float, qmin: int, qmax: int) -> bool:
@@ -79,7 +79,7 @@ def saturates_as_hard_sigmoid(scale: float, zero_point: float, qmin: int, qmax: 
     return round(zero_point) == qmin and (qmax - qmin) * scale <= 1 + scale / 2
 
 
-def _on_grid(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+def on_grid(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """Codes counted from zero as values, of the type and on the device of `like`."""
     return codes.to(like.dtype).mul_(scale.to(like.device, like.dtype))
 
@@ -94,9 +94,10 @@ def _fixed_point(ratio_a: float, ratio_b: float) -> tuple[int, int, int] | None:
     if not all(2.0**-14 <= ratio < 256.0 for ratio in (ratio_a, ratio_b)):
         return None
     shift = 22 - math.frexp(max(ratio_a, ratio_b))[1]
-    first, second = (round(_float32(ratio * 2.0**shift)) for ratio in (ratio_a, ratio_b))
+    first, second = (round(float32(ratio * 2.0**shift)) for ratio in (ratio_a, ratio_b))
     return (shift, first, second) if 13 <= shift <= 31 and max(first, second) < 1 << 22 else None
 
 
-def _float32(value: float) -> float:
+def float32(value: float) -> float:
+    """The nearest float32 number."""
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))

@@ -53,8 +53,9 @@ def quantize(
     `(images, labels)` also works). None if only weights are quantized (`config="weights-only"`): their ranges are
     computed from the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name
     (8 bits in that runtime's formats). `asym`: calibrate each layer on quantized predecessors. `effort`: "fast"
-    (calibration alone), "good" (GPTQ, seconds) or "best" (GPTQ and reconstruction, minutes), instead of the config's
-    `ALGORITHMS`. `resume`: a folder that keeps their finished work; a run that was killed continues after it.
+    (calibration alone), "good" (GPTQ, seconds) or "best" (then the whole network is trained, minutes to an hour),
+    instead of the config's `ALGORITHMS`. `resume`: a folder that keeps their finished work; a run that was killed
+    continues after it.
 
     `placement`: which layers run in integers. "default": as in the backend's profile. "measured": the fastest choice
     in the runtime on this machine that keeps the accuracy, never slower than float, found in about `placement_seconds`;

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
@@ -49,6 +50,27 @@ def test_a_model_on_a_gpu_is_compressed_and_stays_there(tmp_path: Path) -> None:
     done = compress(net, [x.cuda() for x in batches(256, 3)], folder=tmp_path / "run", rungs=ONE, minutes=2)
     assert done.file is not None and done.steps[0].final is not None
     assert {p.device.type for p in net.parameters()} == {"cuda"}
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_timed_and_judged_in_their_runtime(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    validation = batches(512, 7, labelled=True)
+    rungs = ("eight bits", "measured placement")
+    how: Any = {"target": "executorch", "metric": "top1", "max_loss": 2.0, "validation": validation, "rungs": rungs}
+    done = run(tmp_path / "run", **how)
+    assert done.met and done.file == tmp_path / "run" / "best.pte" and done.file.is_file()
+    assert "bit-exact in executorch" in done.steps[0].parity and done.steps[0].cost is not None
+    assert done.steps[0].cost.milliseconds and 0 < done.steps[0].cost.bytes_ratio < 1
+    assert (tmp_path / "run" / "float.pte").is_file() and done.steps[-1].recipe["placement"] != "default"
+    session = sparsebit.open_session(done.file, "executorch")
+    assert session.batch_size == 1 and read_record(tmp_path / "run" / "record.json").audits[0].runtime == "executorch"
+    assert run(tmp_path / "run", **how).steps == done.steps
+
+
+def test_a_target_that_nothing_here_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing here runs files for coreml"):
+        run(tmp_path / "run", target="coreml")
 
 
 class TestResult:
@@ -264,6 +286,15 @@ def test_every_target(target: str, tmp_path: Path) -> None:
         pytest.importorskip("openvino")
     found = run(tmp_path / "run", rungs=None, target=target, max_loss=5.0)
     assert found.met and found.file is not None and found.file.is_file()
+
+
+@pytest.mark.slow
+def test_a_model_without_one_graph_gets_a_small_file_too(tmp_path: Path) -> None:
+    net = nn.Sequential(trained())
+    net.register_forward_hook(lambda module, inputs, output: None)  # it must run at every call
+    found = compress(net, batches(256, 3), "onnxruntime", folder=tmp_path / "run", budget={"bytes": 0.4}, minutes=3)
+    assert [step.name[3:] for step in found.steps[:3]] == ["w8", "w4-gptq", "w4-nearest"]
+    assert [step.verdict for step in found.steps[:3]] == ["over budget", "failed", "within"] and found.met
 
 
 @pytest.mark.slow

@@ -19,13 +19,15 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.deploy.onnx_graph import model_file
+from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.exporting import export as exporting
+from sparsebit.quantization.exporting import export_file
 from sparsebit.quantization.exporting.export import build_onnx
 from sparsebit.records import extend_record, write_record
 from sparsebit.sparse import SparseModel, save
 from tests.llm.tiny_models import saved, tiny_model, with_bpe
-from tests.quantization.tiny import calibrated
+from tests.quantization.tiny import calibrated, qconfig
 from tests.records.examples import RECORD
 from tests.sparse.nets import Chain
 
@@ -138,12 +140,37 @@ def packed_folder(number: int) -> Path:
 
 
 RECIPE = llm.Recipe(method="rtn", scale_search="none", group_size=32, symmetric=True)
+
+
+@functools.cache
+def program(number: int) -> QuantModel:
+    torch.manual_seed(number)
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4)).eval()
+    return calibrated(net, [torch.randn(4, 6)], qconfig(backend="executorch"))
+
+
+def export_program(folder: Path, number: int) -> None:
+    """A program for a runtime, by a compiler that writes the stored integers in two steps."""
+
+    def write(made: Any, _: Any, path: Path) -> None:
+        tensors = [value.numpy().tobytes() for value in made.state_dict.values()]
+        with path.open("wb") as file:
+            file.write(tensors[0])
+            file.flush()
+            file.write(b"".join(tensors[1:]))
+
+    changed = replace(TARGETS["executorch"], write=write, modules=())
+    with mock.patch.object(export_file, "TARGETS", {"executorch": changed}):
+        program(number).export(folder / "model.pte", torch.zeros(1, 6))
+
+
 VERBS: dict[str, Verb] = {
     "save": Verb(save_quantized),
     "save beside notes": Verb(save_beside_notes),
     "save a pruned model": Verb(save_pruned),
     "export": Verb(export),
     "export with data": Verb(functools.partial(export, largest_single_file=0)),
+    "export a program": Verb(export_program),
     "record": Verb(record),
     "extended record": Verb(extended_record),
     "mermaid": Verb(draw),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,24 @@ def tiny_vision_model(model_type: str) -> Any:
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def with_processor(folder: Path) -> Path:
+    """A processor of llava beside the model and its tokenizer of letters: `z` is the token of images."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    template = "{% for m in messages %}{% for c in m.content %}{{ 'z' if c.type == 'image' else c.text }}"
+    transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token=chr(IMAGE + 32),
+        num_additional_image_tokens=1,
+        chat_template=template + "{% endfor %}{% endfor %}",
+    ).save_pretrained(folder)
+    return folder
 
 
 def batches(model_type: str, count: int = 3) -> list[dict[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.errors import ConfigError
+from sparsebit.quantization import effort as effort_module
 from sparsebit.quantization import parse_qconfig
 from sparsebit.quantization.effort import LADDERS, with_effort
 
@@ -45,6 +46,12 @@ def test_layers_with_fewer_bits_than_the_others_count(bits: int, disable: bool, 
     entry = {"head": ["QUANTIZER.BIT", bits, "QUANTIZER.DISABLE", disable]}
     config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [entry]}, "A": {"QUANTIZER": {"BIT": 8}}}
     assert len(with_effort(parse_qconfig(config), "good").ALGORITHMS) == num
+
+
+def test_few_bits_of_activations_alone_are_trained_without_gptq() -> None:
+    config = parse_qconfig({"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 8}}, "A": {"QUANTIZER": {"BIT": 4}}})
+    assert [step.name for step in with_effort(config, "best").ALGORITHMS] == ["reconstruct"]
+    assert with_effort(config, "good").ALGORITHMS == ()
 
 
 def test_what_the_user_chose_stays() -> None:
@@ -90,3 +97,29 @@ def test_good_is_gptq_with_its_own_search() -> None:
         steps = [{"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": search}}]
         outputs[search] = sparsebit.quantize(model, data, {**config, "ALGORITHMS": steps})(data[0])
     assert torch.equal(found, outputs["gptq"]) and not torch.equal(found, outputs["nearest"])
+
+
+def test_best_continues_from_good_and_is_not_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On samples that neither has seen; with a rate at which nothing can be gained, it is exactly `good`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    model.eval()
+    images = torch.rand(12, 16, 3, 4, 4).repeat_interleave(2, -1).repeat_interleave(2, -2)
+    data, others = list(images[:8]), images[8:].flatten(0, 1)
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"BIT": 4}}}
+
+    def outputs(effort: Any) -> torch.Tensor:
+        qmodel = sparsebit.quantize(model, data, config, effort=effort)
+        assert qmodel.applied_algorithms == (("gptq",) if effort == "good" else ("gptq", "reconstruct"))
+        with torch.no_grad():
+            found: torch.Tensor = qmodel(others)
+        return found
+
+    with torch.no_grad():
+        target = model(others)
+    good = outputs("good")
+    monkeypatch.setattr(effort_module, "_ON_CPU", {"BATCH_SIZE": 32, "STEPS": 150, "LR": 0.01})
+    best = outputs("best")
+    assert float((best - target).square().mean()) <= 1.05 * float((good - target).square().mean())
+    monkeypatch.setattr(effort_module, "_ON_CPU", {"BATCH_SIZE": 32, "STEPS": 4, "LR": 20.0})
+    assert torch.equal(outputs("best"), good)

@@ -51,11 +51,15 @@ def site_differences(
         simulated = expected[site]
         if codes.ndim == simulated.ndim == 4:
             codes = codes[:, : simulated.shape[1]]  # a layout may have added channels after the others
-        if codes.shape != simulated.shape:
-            continue
-        gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
-        differences.append(SiteDifference(site, int(gap.max(initial=0)), float((gap > 0).mean()) if gap.size else 0.0))
+        if codes.shape == simulated.shape:
+            differences.append(difference_of(site, codes, simulated))
     return differences
+
+
+def difference_of(site: str, codes: Any, simulated: Any) -> SiteDifference:
+    """The difference of two arrays of integers of one shape."""
+    gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
+    return SiteDifference(site, int(gap.max(initial=0)), float((gap > 0).mean()) if gap.size else 0.0)
 
 
 def site_codes(

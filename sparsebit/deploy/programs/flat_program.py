@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 from sparsebit.deploy.exporting.to_onnx import FlatCall
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes, apart, dynamic_shapes, named
 from sparsebit.deploy.programs.program_target import ProgramTarget
+from sparsebit.deploy.programs.site_outputs import SiteGrid
 from sparsebit.deploy.programs.to_program import to_program
 from sparsebit.deploy.sessions.program_facts import Port, ProgramFacts
 
@@ -31,8 +32,12 @@ def flat_program(
     signature: inspect.Signature,
     target: ProgramTarget,
     axes: DynamicAxes | None = None,
+    sites: dict[str, SiteGrid] | None = None,
 ) -> FlatProgram:
-    """`module(*args, **kwargs)` for a target. `axes`: the open sizes of its inputs, as for an ONNX file."""
+    """`module(*args, **kwargs)` for a target. `axes`: the open sizes of its inputs, as for an ONNX file.
+
+    `sites`: as in `to_program`; their outputs have the names of the sites.
+    """
     call = FlatCall(module, args, dict(kwargs))
     inputs = named(call.input_paths(signature), None, "input_names")
     with torch.no_grad():
@@ -46,10 +51,11 @@ def flat_program(
         name: {axis: sizes[label] for axis, label in one.items()} or None
         for name, one in zip(flat.names, shapes, strict=True)
     }
-    how: dict[str, Any] = {"pairs_around_moves": target.pairs_around_moves, "lay_out": target.lay_out}
+    how: dict[str, Any] = {"pairs_around_moves": target.pairs_around_moves, "lay_out": target.lay_out, "sites": sites}
     # Strides of the example (images as NHWC) would become those that the program takes.
     tensors = tuple(tensor.contiguous() for tensor in call.tensors)
     program = to_program(flat, tensors, {}, open_sizes if labels else None, **how)
+    outputs = [*outputs, *(sites or {})]
     values = [node.meta["val"] for node in program.graph.find_nodes(op="output")[0].args[0]]
     users = set(program.graph_signature.user_inputs)
     given = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.name in users]

@@ -24,6 +24,8 @@ from sparsebit.numerics.plain import codes_of
 _OPS = torch.ops.quantized_decomposed
 _ATEN = torch.ops.aten
 _WIDTHS = {8: torch.int8, 16: torch.int16}
+# The key of a quantize op's metadata for its site's name and zero point, as the simulation counts it.
+SITE = "sparsebit_site"
 _BIAS_MIN = -(1 << 15) - 1  # lower ends are those of biases, in 32 bits
 # They only move numbers: runtimes fuse the ops behind them only if these stand between a pair of their own.
 MOVES = frozenset(
@@ -127,6 +129,8 @@ class _Lowering:
                 found = self._stored(OPERATOR(value, self.scale, self.zero_point, *self.node.args[3:]), "")
             else:
                 codes = self._call("quantize", self.x) if value is None else self._stored(self._codes(value), ".codes")
+                if value is None:
+                    codes.meta[SITE] = self.name, self.zero_point
                 found = self._call("dequantize", codes)
         self.node.replace_all_uses_with(found)
         self.graph.erase_node(self.node)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from sparsebit.deploy.exporting.export_errors import export_fault, hides_interrupt, quiet
 from sparsebit.deploy.exporting.to_onnx import branches_on_sizes
 from sparsebit.deploy.programs.qdq_program import lower_program, part_readers, quantize_moves
+from sparsebit.deploy.programs.site_outputs import SiteGrid, sites_as_outputs
 from sparsebit.errors import DeploymentError, users_level
 
 
@@ -24,11 +25,13 @@ def to_program(
     *,
     pairs_around_moves: bool = False,
     lay_out: Callable[[fx.GraphModule], None] | None = None,
+    sites: dict[str, SiteGrid] | None = None,
 ) -> ExportedProgram:
     """The program. `shapes`: the `dynamic_shapes` of `torch.export.export`.
 
     `pairs_around_moves`: a reshape between quantized ops gets a quantize and a dequantize op of its own. `lay_out`:
-    changes the operators of the graph to those that a runtime has, in place.
+    changes the operators of the graph to those that a runtime has, in place. `sites`: if it is given, the quantized
+    tensors become outputs, behind the module's own, and it is filled with their grids in that order.
     """
     with quiet(), torch.no_grad(), branches_on_sizes() as branches:
         try:
@@ -50,4 +53,6 @@ def to_program(
         if pairs_around_moves:
             quantize_moves(graph)
         part_readers(graph)
+        if sites is not None:
+            sites.update(sites_as_outputs(graph))
         return torch.export.export(graph, args, dict(kwargs), dynamic_shapes=shapes, strict=False)

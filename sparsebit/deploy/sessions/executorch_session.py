@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparsebit.deploy.sessions.program_facts import KEY, Port, ProgramFacts, ProgramSession
+from sparsebit.deploy.sessions.sealed_file import require_whole
 from sparsebit.deploy.sessions.session import File
 from sparsebit.errors import DeploymentError, MissingExtraError
 
@@ -25,11 +26,12 @@ class ExecuTorchSession(ProgramSession):
 
     def __init__(self, file: File, num_threads: int = 0) -> None:
         name = "the program" if isinstance(file, bytes) else os.fspath(file)
+        # From memory: a program that is open from a path reads the file again whenever a method is loaded.
+        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        require_whole(data, name)
         with _native_messages_kept() as messages:
             runtime, bindings = runtime_modules()
             try:
-                # From memory: a program that is open from a path reads the file again whenever a method is loaded.
-                data = file if isinstance(file, bytes) else Path(file).read_bytes()
                 self.program = runtime.Runtime.get().load_program(data)
                 if num_threads:
                     bindings._unsafe_reset_threadpool(num_threads)

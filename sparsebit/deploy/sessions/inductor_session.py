@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,11 @@ class InductorSession(ProgramSession):
         self.num_threads = num_threads
         try:
             with _as_path(file) as path:
+                _require_whole(path, name)
                 self.package = torch._inductor.aoti_load_package(str(path))
                 stored = self.package.loader.get_metadata().get(KEY)
+        except DeploymentError:
+            raise
         except (RuntimeError, OSError, ValueError) as error:
             raise DeploymentError(f"{name} does not load in AOTInductor: {str(error).splitlines()[0]}") from error
         if stored is None:
@@ -49,6 +54,19 @@ class InductorSession(ProgramSession):
             if self.num_threads:
                 torch.set_num_threads(before)
         return [tensor.numpy() for tensor in found]
+
+
+def _require_whole(path: Path, name: str) -> None:
+    """Raise if a part differs from its checksum: torch does not compare them, and would run damaged machine code."""
+    try:
+        with zipfile.ZipFile(path) as package:
+            broken = package.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DeploymentError(
+            f"{name} does not load in AOTInductor: it is damaged, or not a .pt2 file: {error}"
+        ) from None
+    if broken is not None:
+        raise DeploymentError(f"{name} does not load in AOTInductor: it is damaged in {broken}; write it again")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from sparsebit.deploy.onnx_graph.packages import numpy
 from sparsebit.deploy.sessions.native_output import native_output_read
 from sparsebit.deploy.sessions.program_facts import KEY, Port, ProgramFacts, ProgramSession
+from sparsebit.deploy.sessions.sealed_file import require_whole
 from sparsebit.deploy.sessions.session import File
 from sparsebit.errors import DeploymentError, MissingExtraError
 
@@ -29,6 +30,7 @@ class LiteRtSession(ProgramSession):
         # The interpreter reads a damaged file beyond its end.
         if data[4:8] != _IDENTIFIER:
             raise DeploymentError(f"{name} does not load in LiteRT: it is not a .tflite file")
+        require_whole(data, name)
         module = _interpreter_module()
         try:
             with native_output_read():

@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -92,6 +93,19 @@ class BlockData:
     def outputs(self) -> Iterator[Values]:
         """`run` on `inputs` of each batch in turn."""
         return map(self.run, self.inputs)
+
+    def seen_at(self, nodes: Sequence[fx.Node]) -> Callable[[Values], Values]:
+        """`run`, but the result is `block.outputs` and then the values of these nodes of the block."""
+        return self._run.runner(replace(self.block, outputs=(*self.block.outputs, *nodes)))
+
+    def in_float(self) -> AbstractContextManager[Any]:
+        """Inside, the block computes what it computes in the float model, as long as nothing has been learned yet."""
+        run, stack = self._run, contextlib.ExitStack()
+        if run.as_float is None:
+            raise ConfigError(f"block {self.block.name!r}: in_float() needs `as_float`; give it to run_blocks")
+        stack.enter_context(run.weights.original(self.block))
+        stack.enter_context(run.as_float(self.block))
+        return stack
 
     def _values(self, stream: Stream, nodes: Sequence[fx.Node]) -> BatchValues:
         run = self._run

@@ -113,27 +113,22 @@ def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) ->
     """The samples of a few batches, each once."""
     counts = [num_rows(batch) for batch in chunk]
     owners = torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(counts))
-    rows = torch.cat([torch.arange(count) for count in counts])
-    order = torch.randperm(len(rows), generator=generator)
+    order = torch.randperm(len(owners), generator=generator)
+    whole = chunk[0] if len(chunk) == 1 else _joined(chunk)
     # A remainder below half a mini-batch is dropped in this round: its gradient would be mostly noise.
     for chosen in order.split(size):
-        if len(chosen) * 2 < size and len(chosen) < len(rows):
+        if len(chosen) * 2 < size and len(chosen) < len(order):
             continue
-        parts = [(batch, rows[chosen[owners[chosen] == i]]) for i, batch in enumerate(chunk)]
-        yield _joined([(batch, own) for batch, own in parts if len(own)])
+        chosen = chosen[owners[chosen].argsort(stable=True)]
+        yield Minibatch(*(_rows(getattr(whole, field.name), chosen, len(order)) for field in fields(Minibatch)))
 
 
-def _joined(parts: Sequence[tuple[Minibatch, Tensor]]) -> Minibatch:
-    found: list[Values] = []
-    for field in fields(Minibatch):
-        pieces = [_rows(getattr(batch, field.name), own, num_rows(batch)) for batch, own in parts]
-        found.append(tuple(_concatenated(values) for values in zip(*pieces, strict=True)))
-    return Minibatch(*found)
+def _joined(chunk: Sequence[Minibatch]) -> Minibatch:
+    pieces = (zip(*(getattr(batch, field.name) for batch in chunk), strict=True) for field in fields(Minibatch))
+    return Minibatch(*(tuple(map(_concatenated, values)) for values in pieces))
 
 
 def _concatenated(values: tuple[Any, ...]) -> Any:
-    if len(values) == 1:
-        return values[0]
     joined = (torch.cat(parts) for parts in zip(*map(tensors_of, values), strict=True))
     return map_nested(Tensor, lambda tensor: next(joined), values[0])
 

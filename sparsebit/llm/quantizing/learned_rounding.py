@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.execution.blocks.distances import squared_error
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.runner import Values
@@ -27,7 +28,6 @@ from sparsebit.execution.blocks.training import (
     Decay,
     ParameterGroup,
     mean_distance,
-    squared_error,
     train_block,
 )
 from sparsebit.llm.layers.packed_weight import PackedWeight

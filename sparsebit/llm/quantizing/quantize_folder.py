@@ -37,8 +37,9 @@ from sparsebit.llm.models.architectures import (
     blocks_of,
     need_called_layers,
     need_loadable_layers,
+    reads_images,
 )
-from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
+from sparsebit.llm.models.calibration_batches import IDS, Batch, Tokens, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -109,7 +110,7 @@ def quantize(
     """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
 
     `calibration`: text; for a model with images also batches of its processor, mappings of tensors with `input_ids`,
-    `pixel_values` and so on, without padding. Of such a model, the language part is quantized.
+    `pixel_values` and so on, without padding. The language part of such a model is quantized.
 
     `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
@@ -183,6 +184,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     architecture = architecture_of(skeleton.model)
     blocks = blocks_of(skeleton.model, architecture)
     shares: Mapping[str, int] = {}
+    tokens: Tokens
     if isinstance(job.calibration, Calibration | None):
         drawn = _tokens(job, job.calibration, skeleton.model, widest_layer(blocks))
         tokens, shares = drawn.tokens, drawn.shares
@@ -252,7 +254,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
         for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
         write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
-        write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
+        if isinstance(run.tokens, Tensor):  # with images the cache stays float
+            write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -261,6 +264,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_checksums(made)
         found = None
         if job.check and skeleton.transposed:
+            assert isinstance(text, Tensor), "no model with transposed layers reads images"
             found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
         elif job.check:
             reasons = (*vllm_reasons(run.formats, run.fused), *cache_reasons(run.recipe.kv_cache))
@@ -356,12 +360,11 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
 def _check_images(skeleton: Skeleton, job: _Job) -> None:
     """Raise for what is not there for models with images, or for calibration with images."""
     recipe, with_batches = job.recipe, not isinstance(job.calibration, Calibration | None)
-    sees = getattr(skeleton.model.config, "vision_config", None) is not None
     given = [name for name in ("rotate",) if getattr(recipe, name)]
     given += [f"kv_cache={recipe.kv_cache!r}"] if recipe.kv_cache != "float" else []
     given += ["mixed bits"] if recipe.is_mixed else []
     given += ["method='autoround'"] if recipe.method == "autoround" else []
-    if given and (sees or with_batches):
+    if given and (with_batches or reads_images(skeleton.model)):
         raise ConfigError(f"{', '.join(given)} with images: not supported; leave it out")
 
 

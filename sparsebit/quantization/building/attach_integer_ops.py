@@ -1,9 +1,9 @@
 """Attaches a runtime's integer arithmetic to the layers, adds and products that it executes in integers.
 
 Two levels: a runtime with int32 biases rounds each bias to the grid `input scale * weight scale` (`BiasRounding`); for
-ONNX Runtime the simulation also computes the kernel's own steps, so that its values are equal bit for bit (`Integer*`
-modules of `ops/`). Both need to know the quantizers of a call's input, weight and output, which this file looks up in
-the graph. A layer gets nothing if one of its calls has a float input.
+ONNX Runtime and XNNPACK (ExecuTorch) the simulation also computes the kernel's own steps, so that its values are equal
+bit for bit (`Integer*` and `Xnnpack*` modules of `ops/`). Both need to know the quantizers of a call's input, weight
+and output, which this file looks up in the graph. A layer gets nothing if one of its calls has a float input.
 
 Scales and quantizers may change after building (folding, `replace_quantizer`): their callers run `attach_integer_ops`
 again, which first removes everything that it added before.
@@ -11,7 +11,7 @@ again, which first removes everything that it added before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, fx, nn
@@ -30,6 +30,9 @@ from sparsebit.quantization.ops.integer_ops import (
     IntegerLayer,
     IntegerMultiply,
     IntegerProduct,
+    XnnpackAdd,
+    XnnpackMean,
+    XnnpackProduct,
 )
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
@@ -45,9 +48,37 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 _Layer = WeightedQuantOpr | FunctionalWeightedQuantOpr
 _LAYERS = frozenset({"conv", "linear", "addmm"})
-_BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
-# Between an op and its output quantizer: clipping commutes with rounding if the grid contains the bounds.
+# Between an op and its output quantizer: clipping commutes with rounding if the grid contains the bounds. So do moves,
+# before which a program's quantize op is put (`deploy.programs.qdq_program.quantize_moves`).
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})
+_MOVES = frozenset({"flatten", "reshape", "permute"})
+
+
+class _Kernels(NamedTuple):
+    """A runtime's arithmetic that is known to the last bit.
+
+    `means`: the pools that are integer means. `needs_output`: layers whose result stays float do not run in integers.
+    `by_reciprocal`: floats are quantized by a product with the scale's reciprocal. `between`: ops that may be between a
+    layer and the quantizer of its result.
+    """
+
+    binary: Mapping[str, type[IntegerAdd]]
+    means: frozenset[str] = frozenset()
+    needs_output: bool = False
+    by_reciprocal: bool = False
+    between: frozenset[str] = _CLIPS
+
+
+_KERNELS: dict[str | None, _Kernels] = {
+    "onnxruntime": _Kernels({"add": IntegerAdd, "mul": IntegerProduct}),
+    "executorch": _Kernels(
+        {"add": XnnpackAdd, "mul": XnnpackProduct},
+        means=frozenset({"adaptive_avg_pool"}),
+        needs_output=True,
+        by_reciprocal=True,
+        between=_CLIPS | _MOVES,
+    ),
+}
 
 
 def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
@@ -56,7 +87,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
         return
     # Only calibration sees the bias of a functional call (`F.linear(x, w, b)`): it is carried over to the new parts.
     seen_biases = _detach(captured)
-    is_exact = profile.executes == "onnxruntime"
+    kernels = _KERNELS.get(profile.executes)
     # All calls of a layer are collected before anything is attached: one call with a float input rules out the others.
     calls: dict[WeightedQuantOpr, list[_Call]] = {}
     for region in captured.regions.values():
@@ -64,15 +95,13 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
         for node in list(region.graph_module.graph.nodes):
             layer = _module(node, region)
             if isinstance(layer, WeightedQuantOpr):
-                calls.setdefault(layer, []).append(_call_of(node, layer, region))
+                calls.setdefault(layer, []).append(_call_of(node, layer, region, kernels))
             elif isinstance(layer, FunctionalWeightedQuantOpr):
                 if _adds_plainly(node, layer, constants):
                     has_bias = bias_argument(layer.row, node.args, node.kwargs) is not None
-                    _attach(layer, [_call_of(node, layer, region)], has_bias=has_bias, is_exact=is_exact)
-            elif isinstance(layer, GatedQuantOpr) and is_exact:
-                _attach_product(node, layer, region)
-            elif is_exact:
-                _attach_binary(node, region)
+                    _attach(layer, [_call_of(node, layer, region, kernels)], has_bias=has_bias, kernels=kernels)
+            elif kernels is not None:
+                _attach_light(node, layer, region, kernels)
         region.graph_module.recompile()
     # Layers that a module's own code calls: no graph shows what reads their output, so the output stays unrounded.
     for loose in captured.loose.values():
@@ -80,7 +109,8 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             source = loose.module.input_quantizer
             calls.setdefault(loose.module, []).append(_Call(None if source.fake_fused else source))
     for layer, those in calls.items():
-        _attach(layer, those, has_bias=layer.stored_bias() is not None, is_exact=is_exact)
+        _attach(layer, those, has_bias=layer.stored_bias() is not None, kernels=kernels)
+    _note_division(captured, by_reciprocal=kernels is not None and kernels.by_reciprocal)
     for functional, bias in seen_biases.items():
         if functional.bias_rounding is not None:
             functional.bias_rounding.seen = bias
@@ -107,6 +137,9 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
                 region.graph_module.delete_submodule(str(node.target))
                 node.op = "call_method" if isinstance(module.op, str) else "call_function"
                 node.target = module.op
+            elif isinstance(module, XnnpackMean):
+                region.graph_module.delete_submodule(str(node.target))
+                node.op, node.target = module.replaced
             elif module is not None:
                 layers.append(module)
     for layer in layers:
@@ -121,6 +154,14 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
     return seen
 
 
+def _note_division(captured: Captured, *, by_reciprocal: bool) -> None:
+    modules = [loose.module for loose in captured.loose.values()]
+    for region in captured.regions.values():
+        modules += [module for node in region.graph_module.graph.nodes if (module := _module(node, region)) is not None]
+    for quantizer in (part for module in modules for part in module.modules() if isinstance(part, Quantizer)):
+        quantizer.by_reciprocal = by_reciprocal and quantizer.target == "activation" and rounds_by_operator(quantizer)
+
+
 class _Call(NamedTuple):
     """The quantizers of a call's input and output; `front`: the module that produces the input (a `QIdentity`…)."""
 
@@ -129,12 +170,13 @@ class _Call(NamedTuple):
     front: object = None
 
 
-def _call_of(node: fx.Node, layer: QuantOpr, region: Region) -> _Call:
+def _call_of(node: fx.Node, layer: QuantOpr, region: Region, kernels: _Kernels | None) -> _Call:
     front = _module(_input_of(node, layer), region)
-    return _Call(_input_quantizer(node, layer, region), _output_quantizer(node, region), front)
+    between = _CLIPS if kernels is None else kernels.between
+    return _Call(_input_quantizer(node, layer, region), _output_quantizer(node, region, between), front)
 
 
-def _attach(layer: _Layer, calls: Sequence[_Call], *, has_bias: bool, is_exact: bool) -> None:
+def _attach(layer: _Layer, calls: Sequence[_Call], *, has_bias: bool, kernels: _Kernels | None) -> None:
     """Attach integer arithmetic to all calls; to none if one of them has a float input.
 
     Calls are distinguished by their input's quantizer. Two calls with the same input grid and different output grids
@@ -145,11 +187,12 @@ def _attach(layer: _Layer, calls: Sequence[_Call], *, has_bias: bool, is_exact: 
         if call.source is None or not _fits(layer, call.source):
             return
         outputs[call.source] = call.output if outputs.get(call.source, call.output) is call.output else None
+    is_exact, needs_output = kernels is not None, kernels is not None and kernels.needs_output
     weight, name = layer.weight_quantizer, f"{split_site(layer.weight_quantizer.name)[0]}.bias"
     made = {
         source: (
             BiasRounding(name, source, weight) if has_bias else None,
-            IntegerLayer(source, weight, output) if is_exact else None,
+            IntegerLayer(source, weight, output) if is_exact and (output is not None or not needs_output) else None,
         )
         for source, output in outputs.items()
     }
@@ -187,17 +230,46 @@ def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: s
     return (bias is None or bias in constants) and all(factor == 1 for factor in factors)
 
 
-def _attach_binary(node: fx.Node, region: Region) -> None:
+def _attach_light(node: fx.Node, layer: nn.Module | None, region: Region, kernels: _Kernels) -> None:
+    """Everything but layers: additions, products, gates and means."""
+    if isinstance(layer, GatedQuantOpr):
+        _attach_product(node, layer, region)
+        return
+    row = row_of(node, region.graph_module)
+    if row is not None and row.name in kernels.means:
+        _attach_mean(node, layer, region)
+    else:
+        _attach_binary(node, region, kernels.binary)
+
+
+def _attach_binary(node: fx.Node, region: Region, kernels: Mapping[str, type[IntegerAdd]]) -> None:
     """Replace the add or mul in `add(QIdentity, QIdentity) + relu + QIdentity` by its integer form."""
     root = region.graph_module
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
-    if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs or hasattr(root, node.name):
+    if row is None or row.name not in kernels or len(node.args) != 2 or node.kwargs or hasattr(root, node.name):
         return
     found = (*(_quantizer_of(source, region) for source in node.args), _output_quantizer(node, region))
-    quantizers = [q for q in found if q is not None and q.spec.granularity.kind == "tensor" and q.spec.bits == 8]
+    quantizers = [q for q in found if q is not None and _is_plain(q)]
     if len(quantizers) == len(found):
-        root.add_submodule(node.name, _BINARY[row.name](node.target, *quantizers).train(root.training))
+        root.add_submodule(node.name, kernels[row.name](node.target, *quantizers).train(root.training))
         node.op, node.target = "call_module", node.name
+
+
+def _attach_mean(node: fx.Node, pool: nn.Module | None, region: Region) -> None:
+    """Replace an average pool by its integer form."""
+    root = region.graph_module
+    if not node.args or isinstance(pool, XnnpackMean) or hasattr(root, node.name):
+        return
+    source, output = _quantizer_of(node.args[0], region), _output_quantizer(node, region, _MOVES)
+    if source is None or output is None or not _is_plain(source) or not _is_plain(output):
+        return
+    made = XnnpackMean(node.target if pool is None else pool, source, output, (node.op, node.target))
+    root.add_submodule(node.name, made.train(root.training))
+    node.op, node.target = "call_module", node.name
+
+
+def _is_plain(quantizer: Quantizer) -> bool:
+    return quantizer.spec.granularity.kind == "tensor" and quantizer.spec.bits == 8
 
 
 def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None:
@@ -231,12 +303,12 @@ def _input_of(node: fx.Node, layer: QuantOpr) -> object:
     return None if place is None else node.kwargs[place] if isinstance(place, str) else node.args[place]
 
 
-def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
+def _output_quantizer(node: fx.Node, region: Region, between: frozenset[str] = _CLIPS) -> Quantizer | None:
     """The quantizer after the op, with at most clipping in between."""
     while len(node.users) == 1:
         (node,) = node.users
         row, found = row_of(node, region.graph_module), _quantizer_of(node, region)
-        if found is not None or row is None or row.name not in _CLIPS:
+        if found is not None or row is None or row.name not in between:
             return found
     return None
 

@@ -78,6 +78,7 @@ def visit_blocks(
     prepare: Callable[[FloatRun], None] | None = None,
     hold_out: HoldOut | None = None,
     views: int = 1,
+    held_views: int | None = None,
 ) -> None:
     """Call `visit(block_data)` for each block in order, with all calibrated quantizers switched on.
 
@@ -87,7 +88,7 @@ def visit_blocks(
     folder that keeps each finished block; a run that was killed continues after them. `memory_budget`: bytes of
     activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
     samples are not among those of `block_data`, but in `block_data.held_out`. `views`: the number of views of each
-    image (itself, and copies that are mirrored and shifted).
+    image (itself, and copies that are mirrored and shifted); `held_views`: of held-out ones, if that is another number.
     """
     require_whole(qmodel, "visit_blocks")
     check_ready(qmodel, "visit_blocks")
@@ -105,10 +106,10 @@ def visit_blocks(
     # Samples are held out before the first visit, so that no block has been fitted to them.
     with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
         split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, floats.original), hold_out)
-        if views > 1 and has_images(inputs.get(0)):
-            split = with_views(split, views)
-        elif views > 1:
-            log.info("views=%d: no input is a batch of images (N, C, H, W), so that each sample has one view", views)
+        if max(views, held_views or 0) > 1 and has_images(inputs.get(0)):
+            split = with_views(split, views, held_views)
+        elif max(views, held_views or 0) > 1:
+            log.info("views: the input is not one batch of images (N, C, H, W), so that each sample has one view")
         pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
 
         def inputs_of(index: int) -> dict[str, Any]:

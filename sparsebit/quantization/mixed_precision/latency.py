@@ -99,6 +99,12 @@ def search_latency(
     wanted = [limits] if isinstance(limits, (int, float)) else list(limits)
     if not wanted or not all(limit > 0 for limit in wanted):
         raise ConfigError(f"latency limits {wanted}: allowed: shares of the float file's time, above 0, as 0.6")
+    if (ending := PROFILES[qmodel.config.BACKEND].ending) != ".onnx":
+        raise ConfigError(
+            f"search_latency() with BACKEND: {qmodel.config.BACKEND}: times are predicted from those of single "
+            f"kernels, which a {ending} file does not show; set BACKEND: onnxruntime or openvino, or use "
+            "placement='measured'"
+        )
     start = time.perf_counter()
     batches = list(batches_of(data))
     found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)

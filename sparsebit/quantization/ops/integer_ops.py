@@ -1,8 +1,9 @@
-"""Layers, adds and products that ONNX Runtime executes in integers, simulated with the kernels' own arithmetic.
+"""Layers, adds, products and means that a runtime executes in integers, simulated with the kernels' own arithmetic.
 
-In eval mode the values are equal to those of the integer kernels, bit by bit (`numerics/integer_kernels.py` has the
-formulas). In training, under a compiler and in an export the ops are plain fake-quant: the difference is far below the
-noise of training. Gradients are always those of the plain op (`with_gradient_of`).
+In eval mode the values are equal to those of the integer kernels, bit by bit: those of ONNX Runtime
+(`numerics/integer_kernels.py`) or of XNNPACK (`numerics/xnnpack_kernels.py`; the classes `Xnnpack*`). In training,
+under a compiler and in an export the ops are plain fake-quant: the difference is far below the noise of training.
+Gradients are always those of the plain op (`with_gradient_of`).
 
 The modules refer to quantizers that other modules own; `building/attach_integer_ops.py` connects them.
 """
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sparsebit.numerics import integer_kernels
+from sparsebit.numerics import integer_kernels, xnnpack_kernels
 from sparsebit.quantization.quantizers.base import Quantizer
 
 # Integers up to 2^24 are exact in float32; half of that leaves room for intermediate sums.
@@ -98,10 +99,50 @@ class IntegerAdd(IntegerKernel):
 class IntegerProduct(IntegerAdd):
     """A quantized product of two quantized tensors in the graph: a gate of squeeze and excitation."""
 
-    KERNEL = staticmethod(integer_kernels.multiply)
+    KERNEL: ClassVar[Callable[..., Tensor]] = staticmethod(integer_kernels.multiply)
 
     def has_kernel(self, left: Tensor, right: Tensor) -> bool:
         return left.dtype == right.dtype
+
+
+class XnnpackAdd(IntegerAdd):
+    """An addition in XNNPACK, which broadcasts; none where its scales are too far apart for its fixed point."""
+
+    KERNEL = staticmethod(xnnpack_kernels.add)
+
+    def has_kernel(self, left: Tensor, right: Tensor) -> bool:
+        first, second, output = (float(quantizer.qparams()[0]) for quantizer in self.sources)
+        ratio = max(first, second) / output
+        return left.dtype == right.dtype and xnnpack_kernels.SMALLEST_RATIO <= ratio < xnnpack_kernels.LARGEST_RATIO
+
+
+class XnnpackProduct(IntegerProduct):
+    """A quantized product of two quantized tensors in XNNPACK."""
+
+    KERNEL = staticmethod(xnnpack_kernels.multiply)
+
+
+class XnnpackMean(IntegerKernel):
+    """The quantized mean over the images of a quantized tensor.
+
+    `pool`: the op, a module, a function or a method's name. `replaced`: the node's kind and target, before this module
+    took its place.
+    """
+
+    def __init__(self, pool: Any, source: Quantizer, output: Quantizer, replaced: tuple[str, Any]) -> None:
+        super().__init__(source, output)
+        self.pool, self.replaced = (pool,), replaced  # in a tuple: a module of the model stays registered there alone
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        (pool,) = self.pool
+        plain = getattr(x, pool)(*args, **kwargs) if isinstance(pool, str) else pool(x, *args, **kwargs)
+        is_mean = x.ndim == 4 and plain.shape[-2:] == (1, 1)
+        if not self.is_active or not is_mean or x.dtype != torch.float32:
+            return plain
+        with torch.no_grad():
+            (scale, _), (output_scale, _) = (quantizer.qparams() for quantizer in self.sources)
+            found = xnnpack_kernels.image_mean(x, scale, output_scale)
+        return with_gradient_of(plain, found)
 
 
 class IntegerMultiply(IntegerKernel):

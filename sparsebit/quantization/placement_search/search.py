@@ -1,11 +1,13 @@
 """`measure_placement`: the fastest placement of a calibrated model on this machine that keeps its accuracy.
 
 The model is traced once. Every candidate is that graph with other quantizers left out, as the export would write it, so
-a candidate takes a second. All in float is always a candidate, so the result is never slower than float.
+a candidate takes a second; a program of another runtime takes as long as its compiler. All in float is always a
+candidate, so the result is never slower than float.
 
 The loop (`_Search.run`): time a candidate in turns with float and the best one, profile its kernels, add the profile to
 `LearnedCosts`, and let these propose the next candidate. A candidate replaces the best one if it is clearly faster and
-its outputs, or the user's metric, are as good as the default placement's.
+its outputs, or the user's metric, are as good as the default placement's. Without a profiler (programs), the candidates
+are whole kinds of ops in float.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def measure_placement(
     `margin_db`: by how much the SQNR of the outputs may be below the default placement's. `metric`: returns a score of
     a model, higher is better; the chosen one may lose `metric_margin` of the default placement's score, and one that
     does not lose more may have any SQNR. `num_threads`: of the runtime. `keep`: a folder for the timed files:
-    `float.onnx`, `default.onnx` and `measured.onnx`.
+    `float.onnx`, `default.onnx` and `measured.onnx`, or with the runtime's own ending.
     `qmodel` is not changed.
     """
     start = time.perf_counter()
@@ -90,8 +92,9 @@ def measure_placement(
     left_out = search.left_out[chosen]
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
+        ending = PROFILES[qmodel.config.BACKEND].ending
         for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
-            replace_file(Path(keep) / f"{name}.onnx", partial(Path.write_bytes, data=search.files[file]))
+            replace_file(Path(keep) / f"{name}{ending}", partial(Path.write_bytes, data=search.files[file]))
     profile = PlacementProfile.measured(
         *(qmodel, ready.runtime, num_threads, left_out),
         is_float=chosen == _FLOAT,
@@ -151,7 +154,7 @@ class _Search:
     ) -> None:
         graph = ready.graph
         self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, ready.watch, deadline
-        self.margin_db, self.judge = margin_db, judge
+        self.margin_db, self.judge, self.is_profiled = margin_db, judge, ready.is_profiled
         self.runtime = PROFILES[qmodel.config.BACKEND]
         everything = frozenset(range(len(graph.units)))
         self.floats: dict[str, Floats] = {_FLOAT: everything, _DEFAULT: candidates.fixed_floats(graph)}
@@ -168,16 +171,25 @@ class _Search:
         timed = self.watch.ratios(self.files, _TRIAL_S)
         self.ratio[_DEFAULT] = timed[_DEFAULT].ratio
         self.sqnr[_DEFAULT] = self._sqnr(_DEFAULT)
+        if self.is_profiled:
+            self._learn_first()
+        for name, floats in track(self._more() if self.is_profiled else self._unprofiled(), "placement"):
+            if time.perf_counter() > self.deadline:
+                break
+            self.attempt(name, floats)
+
+    def _learn_first(self) -> None:
         times = self.watch.regions({name: self.files[name] for name in (_DEFAULT, _FLOAT)})
         self.float_ms = times[_FLOAT].total_ms
         for name, regions in times.items():
             self._learn(name, regions)
         self.attempt("sites that serve integer layers", candidates.fixed_floats(self.graph))
         self.attempt("cheapest by measured times", self.costs.cheapest())
-        for name, floats in track(self._more(), "placement"):
-            if time.perf_counter() > self.deadline:
-                break
-            self.attempt(name, floats)
+
+    def _unprofiled(self) -> Iterator[tuple[str, Floats]]:
+        """Candidates for a runtime whose kernels cannot be timed one by one."""
+        yield "sites that serve integer layers", candidates.fixed_floats(self.graph)
+        yield from candidates.families(self.graph)
 
     def _more(self) -> Iterator[tuple[str, Floats]]:
         """Further candidates: the cheapest by the costs so far, kinds of ops in float, changes to the best one."""
@@ -220,16 +232,17 @@ class _Search:
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         name = next(free for free in names if free not in self.left_out)
         self.floats[name], self.left_out[name] = floats, left_out
-        file = self.graph.file(left_out, self.runtime)
-        files = {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}
         try:
+            file = self.graph.file(left_out, self.runtime)
+            files = {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}
             timed = self.watch.ratios(files, _TRIAL_S)
         except DeploymentError as error:  # the runtime lacks a kernel: skip the candidate
             log.debug("%s: %s", name, error)
             self.verdict[name], self.ratio[name] = "does not run", float("inf")
             return
         self.ratio[name] = timed[name].ratio
-        self._learn(name, self.watch.regions({name: file})[name])
+        if self.is_profiled:
+            self._learn(name, self.watch.regions({name: file})[name])
         if timed[name].ratio > (1 - _GAIN) * timed[self.best].ratio:
             self.verdict[name] = "not faster"
             return

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order
+from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.runtime_sessions import require_runtime
 from sparsebit.errors import ConfigError, DeploymentError
@@ -18,6 +19,7 @@ from sparsebit.quantization.calibrating.model_state import check_ready, switched
 from sparsebit.quantization.exporting.export import trace_onnx
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.quant_opr import QShared
+from sparsebit.quantization.placement_search.program_graph import ProgramGraph
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 
 NUM_SAMPLES = 8
@@ -26,12 +28,16 @@ _LARGEST = 1 << 30  # bytes: candidates are kept in memory
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph, the timer of its files, the runtime's name, and the shapes of one sample."""
+    """The graph, the timer of its files, the runtime's name, and the shapes of one sample.
+
+    `is_profiled`: whether the runtime has a profiler for its kernels, whose times the costs of units are learned from.
+    """
 
     graph: TracedGraph
     watch: Stopwatch
     runtime: str
     shapes: tuple[tuple[int, ...], ...]
+    is_profiled: bool = True
 
 
 def traced(
@@ -52,11 +58,11 @@ def traced(
             f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files in the time of the device; "
             "set BACKEND: onnxruntime or openvino, or measure on the machine that has it"
         )
-    if (ending := PROFILES[qmodel.config.BACKEND].ending) != ".onnx":
-        raise ConfigError(
-            f"{wish} with BACKEND: {qmodel.config.BACKEND}: placements are tried as ONNX files, which are made in a "
-            f"second, and a {ending} file takes a compiler; keep layers in float by name (W.SPECIFIC and A.SPECIFIC)"
-        )
+    target = TARGETS.get(qmodel.config.BACKEND)
+    if target is not None and target.is_folder:
+        raise ConfigError(f"{wish} with BACKEND: {target.name}: its files are folders; set BACKEND: executorch")
+    if target is not None:
+        target.require()
     require_runtime(runtime)
     check_ready(qmodel, verb)
     samples = _samples(qmodel, batches, wish)
@@ -71,9 +77,12 @@ def traced(
         )
     shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
     arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
-    graph = TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS)
+    if target is None:
+        graph = TracedGraph(model, opset, shared, pads_channels=qmodel.config.SCHEDULE.PAD_CHANNELS)
+    else:
+        graph = ProgramGraph(qmodel, samples[0], model, opset, shared)
     watch = stopwatch or Stopwatch(runtime, arrays, num_threads)
-    return Traced(graph, watch, runtime, tuple(tuple(array.shape) for array in arrays[0]))
+    return Traced(graph, watch, runtime, tuple(tuple(array.shape) for array in arrays[0]), target is None)
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:

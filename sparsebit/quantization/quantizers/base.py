@@ -21,6 +21,7 @@ from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.values.nested import unwrapped
+from sparsebit.numerics import xnnpack_kernels
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.numerics.fake_quant.operator import is_transformed
@@ -79,6 +80,8 @@ class Quantizer(QuantizerState, FormerNames):
         self.held_parameters: set[str] = set()  # names of frozen parameters, which `unfreeze` lets learn again
         # The separate quantizers that round this op's inputs instead of this one, by the names that errors show.
         self.replaced_by: dict[str, QuantizerState] = {}
+        # Whether the runtime multiplies by the scale's reciprocal instead of dividing (set by `attach_integer_ops`).
+        self.by_reciprocal = False
         # Observed in calibration, to find tensors that hold a mask's numbers: these have no grid, and stay in float.
         self.saw_infinity, self.magnitudes = False, Magnitudes()
         self.feeds_softmax = False  # whether a softmax reads the tensor, perhaps after sums and moves
@@ -121,7 +124,14 @@ class Quantizer(QuantizerState, FormerNames):
         if self.is_following:  # the next forward changes them in place, but this one's backward needs today's values
             scale, zero_point = scale.clone(), zero_point.clone()
         x = self.transform(x)
+        if self.by_reciprocal and self._runs_as_its_runtime(x):
+            x = xnnpack_kernels.quantized(x, scale, zero_point, self.spec.qmin, self.spec.qmax)  # stays what it is now
         return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient=self.GRADIENT, tag=self.name)
+
+    def _runs_as_its_runtime(self, x: Tensor) -> bool:
+        """Whether the last bit matters: in eval mode, where no gradient is asked for and nothing is traced."""
+        is_plain = not self.training and x.dtype == torch.float32 and self.spec.granularity.kind == "tensor"
+        return is_plain and not (torch.is_grad_enabled() and x.requires_grad) and not torch.compiler.is_compiling()
 
     # --- forward
 

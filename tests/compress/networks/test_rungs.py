@@ -11,20 +11,22 @@ from sparsebit.compress.climbing.known import Candidate, Known
 from sparsebit.compress.networks.recipe import Recipe
 from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.config.schema import QuantConfig
+from sparsebit.quantization.effort import with_effort
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.records.ladder import LadderGoal, LadderStep
 from sparsebit.sparse.sparse_config import parse_sconfig
 from tests.compress.made import Study, goal, step
 
 EIGHT = Recipe(as_qconfig("onnxruntime"))
-FOUR = Recipe(EIGHT.config.replace("A.QUANTIZER.DISABLE", True).replace("W.QUANTIZER.BIT", 4))
+LOW = EIGHT.config.replace("A.QUANTIZER.DISABLE", True).replace("W.QUANTIZER.BIT", 4)
+FOUR = Recipe(with_effort(LOW, "good"))
 PRUNED = EIGHT.replace(sconfig=parse_sconfig("{SPARSER: {TYPE: structured, RATIO: 0.25}}"))
 LOSING: dict[str, Any] = {"loss": 3.0, "verdict": "too much loss"}
 SMALL = goal(prefer="bytes")
 
 
 def known(*steps: LadderStep, wanted: LadderGoal | None = None, study: Study | None = None) -> Known:
-    return Known(wanted or goal(), steps, study or Study(low_bit_config=FOUR.config), 600.0)
+    return Known(wanted or goal(), steps, study or Study(low_bit_config=LOW), 600.0)
 
 
 def proposed(rung: str, *steps: LadderStep, **more: Any) -> Candidate | None:
@@ -178,6 +180,12 @@ class TestFourBits:
         assert "reconstruct" in algorithms(second) and "02-w4-gptq loses 3.00" in second.why  # type: ignore[union-attr]
         assert proposed("four bits", W8, losing, step("03", "four bits", **LOSING), wanted=SMALL) is None
 
+    def test_rounding_to_nearest_where_gptq_fails(self) -> None:
+        failed = step("01-w4-gptq", "four bits", FOUR, loss=None, verdict="failed", cost=None, fault="no graph")
+        found = proposed("four bits", failed, wanted=SMALL)
+        assert found is not None and found.name == "w4-nearest" and not algorithms(found)
+        assert proposed("four bits", failed, failed, wanted=SMALL) is None
+
     def test_reconstruction_only_if_it_may_help(self) -> None:
         within = step("02-w4-gptq", "four bits", FOUR)
         over = step("02-w4-gptq", "four bits", FOUR, loss=None, verdict="over budget")
@@ -208,7 +216,7 @@ class TestMixedBits:
         bits: tuple[int, ...] = (4, 8),
     ) -> float | None:
         """The share of the file's bytes that it asks for, with 4 bits at 0.145 and 8 at 0.3 of the float file's."""
-        study = Study(low_bit_config=FOUR.config, low_bits=bits)
+        study = Study(low_bit_config=LOW, low_bits=bits)
         found = proposed("mixed bits", step("01-w8", recipe=EIGHT, size=0.3), four, *tried, wanted=wanted, study=study)
         assert (found is None) == (not study.asked)
         if found is None:
@@ -255,11 +263,11 @@ class TestMixedBits:
 
 
 class TestChannelsAndBits:
-    JOINT = SimpleNamespace(qconfig=FOUR.config, sconfig=PRUNED.sconfig)
+    JOINT = SimpleNamespace(qconfig=LOW, sconfig=PRUNED.sconfig)
     GRAPH = 0.145 - 0.125
 
     def asked(self, *tried: LadderStep, limit: float = 0.1) -> float | None:
-        study = Study(low_bit_config=FOUR.config, joint=self.JOINT)
+        study = Study(low_bit_config=LOW, joint=self.JOINT)
         steps = (W8, step("02-w4", "four bits", FOUR, size=0.145, loss=None, verdict="over budget"), *tried)
         found = proposed("channels and bits", *steps, wanted=goal(budget={"bytes": limit}), study=study)
         if found is None:
@@ -286,7 +294,7 @@ class TestChannelsAndBits:
 
     def test_only_for_a_budget_of_bytes(self) -> None:
         four = step("02-w4", "four bits", FOUR, size=0.145)
-        study = Study(low_bit_config=FOUR.config, joint=self.JOINT)
+        study = Study(low_bit_config=LOW, joint=self.JOINT)
         assert proposed("channels and bits", W8, four, wanted=SMALL, study=study) is None
         assert proposed("channels and bits", W8, wanted=goal(budget={"bytes": 0.1}), study=study) is None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.blocks.distances import squared_error
 from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.blocks.training import (
@@ -16,7 +17,6 @@ from sparsebit.execution.blocks.training import (
     ParameterGroup,
     decayed,
     mean_distance,
-    squared_error,
     train_block,
     update,
 )

@@ -116,7 +116,10 @@ def test_the_gate_of_a_silu_is_quantized_for_onnxruntime_only() -> None:
         assert not layers(calibrated(Net(), [X], qconfig(backend=backend)), GatedQuantOpr)
 
 
-@pytest.mark.parametrize(("backend", "rounds", "is_exact"), [("onnxruntime", True, True), ("openvino", True, False)])
+@pytest.mark.parametrize(
+    ("backend", "rounds", "is_exact"),
+    [("onnxruntime", True, True), ("executorch", True, True), ("openvino", True, False)],
+)
 def test_biases_and_kernels_follow_the_profile(backend: str, rounds: bool, is_exact: bool) -> None:
     qmodel = calibrated(Net(), [X], qconfig(backend=backend))
     for layer in layers(qmodel, WeightedQuantOpr):

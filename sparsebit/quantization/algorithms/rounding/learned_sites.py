@@ -72,8 +72,8 @@ class LearnedWeight:
         return [rounding] * (learned.kind != "none") + [scales] * self.learns_scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The current value of the learned weight; `x`, the stored weight, is ignored."""
-        return self.learned.values().to(x.dtype)
+        """The current value of the learned weight; `x`, the stored weight, is ignored while the quantizer is on."""
+        return self.learned.values().to(x.dtype) if self.quantizer.use_quant else x
 
     @torch.no_grad()
     def store(self) -> int:
@@ -109,7 +109,7 @@ class LearnedStep:
         return [ParameterGroup(learned, rates.step_size, "cosine")] if learned else []
 
     def __call__(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not self.quantizer.use_quant or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         y = dispatch.fake_quantize(x, *self.grid(), self.quantizer.spec, gradient="lsq", tag=self.quantizer.name)
         return torch.where(self._dropped(x), x, y) if self.drop else y

@@ -5,10 +5,14 @@ BRECQ (Li et al., ICLR 2021, section 3.2) weighs the error of a block's output b
 information. Here it is that of the squared error of the network's output `y`, the diagonal of `J^T J` with
 `J = dy / d(block output)`, which needs no labels and does not vanish if a classifier is certain. It is estimated with
 random vectors `r`: `E[(J^T r)^2] = diag(J^T J)`.
+
+FIMA-Q (Wu et al., CVPR 2025, section 3.3) adds a matrix of low rank to the diagonal. Here its rows are some of the same
+`J^T r`: the second part of the error is the mean of `(r^T J d)^2` for an error `d` of the block's output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +30,9 @@ _DRAWS = 2
 class OutputSensitivity:
     """The weights of every block's outputs, for each batch, in a bounded store."""
 
-    def __init__(self, memory_budget: int, seed: int) -> None:
+    def __init__(self, memory_budget: int, seed: int, rank: int = 0) -> None:
         self.store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
-        self.seed, self.num_batches = seed, 0
+        self.seed, self.rank, self.num_batches = seed, rank, 0
 
     def prepare(self, run: FloatRun) -> None:
         """One forward and a few backwards of the float model for each batch."""
@@ -37,14 +41,16 @@ class OutputSensitivity:
         generator = torch.Generator().manual_seed(self.seed)
         for index in range(run.num_batches):
             values, outputs = _forward(run, index, wanted)
-            found = _squared_gradients(values, outputs, generator)
+            found = _sensitivity(values, outputs, generator, self.rank)
             for block in run.blocks:
-                self.store.put((block.name, index), tuple(found[node] for node in block.outputs))
+                rows = zip(*(found[node] for node in block.outputs), strict=True)
+                self.store.put((block.name, index), tuple(value for row in rows for value in row))
 
     def of(self, block: Block) -> BatchValues:
         """One weight for each element of each output, with a mean of 1; ones if the network does not read the output.
 
-        The structure is that of the outputs: for a split, a tuple of tensors.
+        The structure is that of the outputs: for a split, a tuple of tensors. After the weights come `rank` gradients,
+        each for all outputs.
         """
         return BatchValues(self.num_batches, lambda index: self.store.get((block.name, index)))
 
@@ -76,19 +82,23 @@ def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.N
     return kept, [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
 
 
-def _squared_gradients(
-    values: dict[fx.Node, Any], outputs: list[Tensor], generator: torch.Generator
-) -> dict[fx.Node, Any]:
-    """The weights of each node's tensors, in the structure of the node's value."""
+def _sensitivity(
+    values: dict[fx.Node, Any], outputs: list[Tensor], generator: torch.Generator, rank: int
+) -> dict[fx.Node, list[Any]]:
+    """For each node, in the structure of its value: the weights of its tensors, then `rank` gradients."""
     tensors = list({id(t): t for t in tensors_of(list(values.values())) if t.is_floating_point()}.values())
     totals: dict[int, Tensor] = {}
-    for draw in range(_DRAWS if outputs else 0):
+    rows: list[dict[int, Tensor]] = [{} for _ in range(rank)]
+    draws = max(_DRAWS, rank)
+    for draw in range(draws if outputs else 0):
         vectors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
-        found = torch.autograd.grad(outputs, tensors, vectors, retain_graph=draw + 1 < _DRAWS, allow_unused=True)
+        found = torch.autograd.grad(outputs, tensors, vectors, retain_graph=draw + 1 < draws, allow_unused=True)
         for tensor, gradient in zip(tensors, found, strict=True):
             if gradient is not None:
-                square = gradient.detach().float().square()
-                totals[id(tensor)] = square + totals.get(id(tensor), 0.0)
+                gradient = gradient.detach().float()
+                totals[id(tensor)] = gradient.square() + totals.get(id(tensor), 0.0)
+                if draw < rank:
+                    rows[draw][id(tensor)] = gradient
 
     def weights(tensor: Tensor) -> Tensor:
         total = totals.get(id(tensor))
@@ -96,4 +106,8 @@ def _squared_gradients(
             return torch.ones_like(tensor.detach(), dtype=torch.float32)
         return total / total.mean()
 
-    return {node: map_nested(Tensor, weights, value) for node, value in values.items()}
+    def gradients(row: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: row.get(id(tensor), torch.zeros_like(tensor.detach(), dtype=torch.float32))
+
+    parts = [weights, *map(gradients, rows)]
+    return {node: [map_nested(Tensor, part, value) for part in parts] for node, value in values.items()}

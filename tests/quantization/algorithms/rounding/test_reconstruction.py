@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.blocks.captured_step import CapturedStep
 from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
@@ -179,7 +180,7 @@ def test_views_of_what_is_no_image(caplog: pytest.LogCaptureFixture) -> None:
     qmodel = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), data)
     with caplog.at_level(logging.INFO):
         reconstruct(qmodel, data, views=4, **QUICK)
-    assert "no input is a batch of images" in caplog.text
+    assert "the input is not one batch of images" in caplog.text
 
 
 def test_targets_are_those_of_the_float_model_after_other_algorithms() -> None:
@@ -377,10 +378,156 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"method": "best"}, "method"), ({"rounding": "up"}, "rounding"), ({"drop": 2.0}, "drop"), ({"lr": -1.0}, "lr"),
-    ({"steps": 0}, "steps"), ({"views": 0}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
+    ({"steps": 0}, "steps"), ({"views": -1}, "views"), ({"blocks": ["nowhere"]}, "no node of the graph"),
     ({"blocks": []}, "at least one module"),
 ])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    data = batches(1)
+    with pytest.raises(ConfigError, match=message):
+        reconstruct(calibrated(float_model(), data), data, **options)
+
+
+def test_views_are_new_in_every_step() -> None:
+    """Patches, errors inside the network, a divergence: two runs have equal bits, and the error falls."""
+    model, data = float_model(), batches()
+    states, options = [], {"patched": 0.5, "features": 1.0, "loss": "kl", "temperature": 2.0}
+    for _ in range(2):
+        qmodel = calibrated(model, data)
+        before = error(qmodel, model, data)
+        found = reconstruct(qmodel, data, method="distill", views=0, lr=0.05, **options, **QUICK)  # type: ignore[arg-type]
+        assert found["network"].is_kept and error(qmodel, model, data) < 0.9 * before
+        check_weights_hold_their_values(qmodel)
+        states.append(qmodel.state_dict())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_new_views_are_not_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two steps see the same image; without `views=0` all see the stored ones."""
+    seen: list[list[Tensor]] = []
+    train = reconstruction.train_block
+
+    def watched(data: Any, *args: Any, teacher: Any, **kwargs: Any) -> Any:
+        images: list[Tensor] = []
+        seen.append(images)
+        target = data if teacher is None else teacher
+        own = target.run
+
+        def watching(inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                images.extend(inputs[0])
+            return own(inputs)
+
+        target.run = watching
+        return train(data, *args, teacher=teacher, **kwargs)
+
+    monkeypatch.setattr(reconstruction, "train_block", watched)
+    data = batches(1)
+    for views in (1, 0):
+        reconstruct(calibrated(float_model(), data), data, method="distill", views=views, steps=8, batch_size=12)
+    distinct = [len({tuple(image.flatten().tolist()) for image in images}) for images in seen]
+    assert distinct[0] == 12 and distinct[1] > 60
+
+
+def test_a_hopeless_training_of_the_network_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    train = reconstruction.train_block
+
+    def counted(data: Any, *args: Any, distance: Any, **kwargs: Any) -> Any:
+        def counting(*values: Any) -> Tensor:
+            steps.append(1)
+            return distance(*values)
+
+        return train(data, *args, distance=counting, **kwargs)
+
+    monkeypatch.setattr(reconstruction, "train_block", counted)
+    data = batches()
+    qmodel = calibrated(float_model(), data)
+    before = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    found = reconstruct(qmodel, data, method="distill", views=0, lr=5.0, **QUICK)
+    assert len(steps) == 20 and not found["network"].is_kept
+    assert all(torch.equal(before[name], tensor) for name, tensor in qmodel.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_the_network_on_a_gpu_with_and_without_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floats of both differ in their last bits only."""
+    config, data = CONFIG.replace("cpu", "cuda"), [x.cuda() for x in batches()]
+    options: dict[str, Any] = {"views": 0, "patched": 0.5, "features": 1.0, "steps": 6, "batch_size": 12, "lr": 0.001}
+    found = []
+    for is_captured in (True, False):
+        qmodel = tiny.calibrated(float_model().cuda(), data, config, example_inputs=data[0])
+        with monkeypatch.context() as patch:
+            if not is_captured:
+                patch.setattr(CapturedStep, "_capture", lambda *_: None)
+            found.append(reconstruct(qmodel, data, method="distill", **options)["network"])
+    assert found[0].held_after == pytest.approx(found[1].held_after, rel=0.02)
+    assert found[0].held_after != found[0].held_before
+
+
+def test_sizes_between_blocks_are_not_compared() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.one(x))
+            count = x.shape[0]
+            return self.head(torch.relu(self.two(x)).reshape(count, -1))
+
+    torch.manual_seed(0)
+    data = batches()
+    qmodel = calibrated(Sized().eval(), data)
+    seen: list[int] = []
+    qmodel.visit_blocks(data, lambda block: seen.extend(type(v) is int for v in block.inputs[0]))
+    assert any(seen)  # otherwise this tests nothing
+    options: dict[str, Any] = {"views": 0, "features": 1.0, "lr": 0.001}
+    assert set(reconstruct(qmodel, data, method="distill", **options, **QUICK)) == {"network"}
+
+
+def test_a_network_that_answers_with_classes_alone_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Classes(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(1)
+
+    torch.manual_seed(0)
+    data = batches(1)
+    qmodel = calibrated(Classes().eval(), data)
+    assert reconstruct(qmodel, data, method="distill", views=0, **QUICK) == {}
+    assert "network: it has no float output to compare" in caplog.text
+
+
+def test_views_that_the_network_cannot_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Zeros move in with a shifted image: their logarithm is infinite. The result is that of before."""
+
+    class Logarithms(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.log())
+
+    torch.manual_seed(0)
+    data = [x + 0.1 for x in batches()]
+    qmodel = calibrated(Logarithms().eval(), data)
+    start = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    found = reconstruct(qmodel, data, method="distill", views=0, **QUICK)
+    assert not found["network"].is_kept and "network is unchanged" in caplog.text
+    assert all(torch.equal(start[name], tensor) for name, tensor in qmodel.state_dict().items())
+    check_weights_hold_their_values(qmodel)
+
+
+def test_fisher_information_of_low_rank() -> None:
+    model, data = float_model(), batches()
+    qmodel = calibrated(model, data)
+    assert gain(reconstruct(qmodel, data, method="brecq", fisher_rank=3, **QUICK)) < 0.95
+    check_weights_hold_their_values(qmodel)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"views": 0}, "are for the whole network, and the blocks are 'blocks'"),
+    ({"features": 1.0, "blocks": "layers"}, "whole network"), ({"loss": "kl", "method": "brecq"}, "whole network"),
+    ({"method": "distill", "patched": 0.5}, "set views=0"), ({"fisher_rank": 2}, "needs fisher=True"),
+    ({"method": "distill", "fisher": True, "fisher_rank": 2}, "blocks of the network"),
+])  # fmt: skip
+def test_options_that_would_have_no_effect(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
         reconstruct(calibrated(float_model(), data), data, **options)
