@@ -22,7 +22,7 @@ import torch
 from common import ROOT, data_folder, emit
 from torch import Tensor
 
-from sparsebit.llm import Calibration, Recipe, load, perplexity, quantize, token_stream, windows
+from sparsebit.llm import Calibration, QuantLinear, Recipe, load, perplexity, quantize, token_stream, windows
 from sparsebit.llm.layers.input_rounding import InputRounding
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -45,11 +45,15 @@ SCHEMES: dict[str, Recipe] = {
     "W4A8 fp8, tokens": Recipe("gptq", **INT4, activations="fp8"),
     "W4A16 nvfp4": Recipe("nvfp4"),
     "W4A4 nvfp4": Recipe("nvfp4", activations="nvfp4"),
-    "W4A4 nvfp4, smooth": Recipe("nvfp4", activations="nvfp4", smooth=True),
+    "W4A16 nvfp4, compensate": Recipe("nvfp4", compensate=True),
+    "W4A4 nvfp4, compensate": Recipe("nvfp4", activations="nvfp4", compensate=True),
+    "W4A4 nvfp4, compensate, smooth": Recipe("nvfp4", activations="nvfp4", compensate=True, smooth=True),
     "W4A16 mxfp4": Recipe("mxfp4"),
     "W4A4 mxfp4": Recipe("mxfp4", activations="mxfp4"),
-    "W4A4 mxfp4, smooth": Recipe("mxfp4", activations="mxfp4", smooth=True),
-    "W4A4 mxfp4, rotated": Recipe("mxfp4", activations="mxfp4", rotate=True),
+    "W4A16 mxfp4, compensate": Recipe("mxfp4", compensate=True),
+    "W4A4 mxfp4, compensate": Recipe("mxfp4", activations="mxfp4", compensate=True),
+    "W4A4 mxfp4, compensate, smooth": Recipe("mxfp4", activations="mxfp4", compensate=True, smooth=True),
+    "W4A4 mxfp4, compensate, rotated": Recipe("mxfp4", activations="mxfp4", compensate=True, rotate=True),
 }
 
 
@@ -67,6 +71,14 @@ def divided_by_127() -> Iterator[None]:
         yield
     finally:
         InputRounding._per_token = own  # type: ignore[method-assign]
+
+
+def round_scales(model: Any) -> None:
+    """Round the scales of groups as vLLM does for its kernel: to fp8, relative to a scale of the row."""
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            row = layer.scales.float().amax(1, keepdim=True) / 448
+            layer.scales.copy_((layer.scales.float() / row).to(torch.float8_e4m3fn).float() * row)
 
 
 def main() -> None:
@@ -103,6 +115,9 @@ def main() -> None:
             if options.as_vllm and "int8, tokens" in name:
                 with divided_by_127():
                     found[f"{name}, divided by 127"] = perplexity(packed, heldout).value
+            if options.as_vllm and name == "W4A8 fp8, tokens":
+                round_scales(packed)
+                found[f"{name}, scales of groups in fp8"] = perplexity(packed, heldout).value
         for what, value in found.items():
             scaled = sum(one.alpha > 0 for one in made.scaled_inputs.values())
             record = {"recipe": what, "perplexity": value, "float": floats, "cpu_s": seconds, "smoothed": scaled}

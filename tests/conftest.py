@@ -154,7 +154,7 @@ def interpreted_kernels() -> Iterator[dict[str, ModuleType]]:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    names = ("fake_quant_programs", "fake_quant", "stacked", "foreach_fake_quant", "token_attention")
+    names = ("fake_quant_programs", "fake_quant", "stacked", "foreach_fake_quant", "token_attention", "eight_bits")
     with _language_patched_once_a_kernel():
         yield {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
 

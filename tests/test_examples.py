@@ -121,7 +121,16 @@ def test_a_file_without_its_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "modules"), [(".pte", ("executorch", "torchao")), (".pt2", ())])
+@pytest.mark.parametrize(
+    ("ending", "modules"),
+    [
+        (".pte", ("executorch", "torchao")),
+        (".pt2", ()),
+        (".tflite", ("litert_torch", "ai_edge_litert")),
+        (".mlpackage", ("coremltools",)),
+        (".onnx", ("onnxruntime_qnn",)),
+    ],
+)
 def test_a_program(
     ending: str, modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -133,8 +142,28 @@ def test_a_program(
     monkeypatch.setattr(sys, "argv", ["ptq_program", "--export", str(file), "--json"])
     importlib.import_module("ptq_program").main()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert file.exists() and record["bytes"] > 1000
+    if ending == ".mlpackage":
+        assert "scores" not in record  # nothing here runs it
+        return
     assert record["scores"]["file"] > record["scores"]["float"] - 2 > 80
-    assert "in integers" in record["audit"] and file.is_file()
+    assert "in integers" in record["audit"]
+
+
+def test_a_program_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["ptq_program", "--export", str(tmp_path / "int8.pte"), "--json"])
+    example = importlib.import_module("ptq_program")
+
+    def made(*_: Any) -> None:
+        raise MissingExtraError("executorch", "executorch", "writing a .pte file")
+
+    monkeypatch.setattr(example, "made", made)
+    example.main()
+    assert "pip install" in json.loads(capsys.readouterr().out)["skipped"] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

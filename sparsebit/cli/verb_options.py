@@ -104,7 +104,12 @@ class CompressOptions:
     net: TrainedModel
     data: str = data_option()
     output: Path = option(..., "The folder of the run: the best file, records, all candidates.", "DIR", short="-o")
-    target: str = option("onnxruntime", "onnxruntime, openvino, tensorrt, qnn or virtual.", "BACKEND", short="-t")
+    target: str = option(
+        "onnxruntime",
+        "onnxruntime, openvino, tensorrt, qnn, virtual, executorch, litert or aot_inductor.",
+        "BACKEND",
+        short="-t",
+    )
     max_loss: float | None = option(
         None, "The accuracy that may be lost, in points (default: 1, if there is no --budget).", "POINTS", min=0
     )

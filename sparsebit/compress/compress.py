@@ -16,7 +16,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,13 +33,21 @@ from sparsebit.compress.judging.samples import Samples, split
 from sparsebit.compress.language.compress_folder import compress_folder
 from sparsebit.compress.language.metrics import read_language_metric
 from sparsebit.compress.language.rungs import LANGUAGE_RUNGS
-from sparsebit.compress.networks.bench import Bench, Example, example_of, float_cost, stopwatch_for, write_float
-from sparsebit.compress.networks.outcome import BEST, BEST_MODEL, write_outcome
+from sparsebit.compress.networks.bench import (
+    Bench,
+    Example,
+    example_of,
+    float_cost,
+    runtime_float,
+    stopwatch_for,
+    write_float,
+)
+from sparsebit.compress.networks.outcome import BEST_MODEL, best_file, write_outcome
 from sparsebit.compress.networks.rungs import RUNGS
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.trial import NetworkTrials, load
 from sparsebit.deploy.onnx_graph.model_file import graph_digest, staged
-from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.errors import ConfigError
 from sparsebit.graph.checking.outcome import state_kept
 from sparsebit.graph.values.copying import copy_model
@@ -98,6 +105,8 @@ def compress(
         goal = read_goal(target, judged_by.name, **wanted, models="language models")
         return compress_folder(model, data, validation, judged_by, goal, folder, _chosen(rungs, LANGUAGE_RUNGS), show)
     need_backend(target)
+    if target in TARGETS:
+        TARGETS[target].require()
     chosen = _chosen(rungs, RUNGS)
     samples = split(data, validation, needs_samples=not has_own_data(metric))
     model = _on_cpu(model)
@@ -122,12 +131,13 @@ def _run(
     rungs: list[Rung],
     show: Callable[[Ladder], None],
 ) -> Result:
-    float_file = run.path / "float.onnx"
+    float_file, best = run.path / "float.onnx", best_file(goal.target)
     with staged(float_file) as path:  # `run.read` raises if the folder holds another run; its float file then stays
         axes = write_float(model, example, path)
-        example = replace(example, axes=axes if PROFILES[goal.target].open_sizes else None)
+        example = example.for_target(goal.target, axes)
         identity = _identity(model, samples, goal, rungs, f"{graph_digest(path)} {fingerprint(metric)}")
-        ladder = run.read(identity, goal.minutes, BEST) or empty_ladder(identity, goal)
+        ladder = run.read(identity, goal.minutes, best) or empty_ladder(identity, goal)
+    float_file = runtime_float(model, example, goal.target, float_file)
     stopwatch = stopwatch_for(goal, example, model)
     cost = ladder.float_cost or float_cost(float_file, model, example, stopwatch)
     judge = judge_of(metric, model, samples.selection, samples.final)
@@ -138,7 +148,7 @@ def _run(
         search = Search(NetworkTrials(bench), study, rungs, run, ladder.replace(float_cost=cost), show)
         ladder = write_outcome(bench, run, search.run())
         show(ladder)
-    return Result(ladder, run.path, run.path / BEST, lambda step: load(bench, step, run.path, BEST_MODEL)[1])
+    return Result(ladder, run.path, run.path / best, lambda step: load(bench, step, run.path, BEST_MODEL)[1])
 
 
 def _chosen(names: Sequence[str] | None, registry: Registry[Rung]) -> list[Rung]:

@@ -25,6 +25,7 @@ CacheScales = Literal["head", "layer"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
+_OF_COMPENSATE = tuple(name for name in _OF_GPTQ if name != "refit")  # scales of floats are not fitted
 _TUNE = "Method"
 
 
@@ -78,8 +79,10 @@ class Recipe:
 
     `activations`: the number format of the layers' inputs. None: fp8 for fp8 weights, else float. "int8" and "fp8" have
     a scale for each token, the static ones one scale from calibration text; "nvfp4" and "mxfp4" are for weights of the
-    same format. `smooth`: channels of inputs with large values are scaled down and those of weights up, as far as this
-    makes the error of the output smaller and the factor can be folded exactly (SmoothQuant, with a searched strength).
+    same format. `compensate`: numbers of fp8, mxfp4 and nvfp4 weights are rounded by GPTQ with its options, on scales
+    with the least error of the weights. `smooth`: channels of inputs with large values are scaled down and those of
+    weights up, as far as this makes the error of the output smaller and the factor can be folded exactly (SmoothQuant,
+    with a searched strength).
     """
 
     method: Method = option(
@@ -120,12 +123,14 @@ class Recipe:
     activations: Activations | None = option(
         None, f"Inputs of layers: {', '.join(ACTIVATIONS)}.", choices=ACTIVATIONS, metavar="KIND"
     )
+    compensate: bool = option(False, "fp8, mxfp4, nvfp4: GPTQ's rounding, by text, instead of to nearest.", panel=_TUNE)
     smooth: bool = option(False, "Move large values of inputs into the weights, where it helps.", panel=_TUNE)
 
     def __post_init__(self) -> None:
         check_options(self)
         changed = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
-        of_gptq = [name for name in _OF_GPTQ if name in changed and self.method != "gptq"]
+        allowed = _OF_GPTQ if self.method == "gptq" else _OF_COMPENSATE if self.compensate else ()
+        of_gptq = [name for name in _OF_GPTQ if name in changed and name not in allowed]
         own = [name for name in ("bits", "group_size", "candidate_bits") if name in changed and self.float_kind]
         given, candidates = f"method={self.method!r}", set(self.candidate_bits)
         wish = f"candidate_bits={self.candidate_bits}, average_bits={self.average_bits}"
@@ -145,6 +150,7 @@ class Recipe:
             (of_gptq, f"{', '.join(of_gptq)} with {given}: these are options of gptq; leave them out"),
             ("kv_scales" in changed and not self.calibrates_cache, f"kv_scales with {cache}: it is for int8 and fp8"),
             (self._input_problem(), f"activations={self.activations!r} with {given}: {self._input_problem()}"),
+            (self.compensate and not self.float_kind, f"compensate=True with {given}: it is for fp8, mxfp4 and nvfp4"),
             (self.smooth and self.activations in (None, "float"), "smooth=True: allowed: with rounded activations"),
             (self.smooth and self.method == "awq", f"smooth=True with {given}: awq scales channels itself; use gptq"),
             (searches, f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"),
@@ -164,6 +170,8 @@ class Recipe:
             return f"these need weights of the same format; give method={wanted!r}"
         if not self.symmetric or self.is_mixed or self.bits not in (4, 8):
             return "weights of 4 or 8 bits without zero points are needed; give bits=4 or 8, symmetric=True"
+        if self.bits == 8 and wanted.startswith("fp8"):
+            return "no server multiplies whole numbers of 8 bits with fp8; give method='fp8', or bits=4"
         if self.bits == 8 and self.group_size:
             return f"group_size={self.group_size} with bits=8: products of 8 bits need one scale per row; group_size=0"
         return None
@@ -194,6 +202,8 @@ class Recipe:
 
     def without_text(self) -> Recipe:
         """The recipe of a layer without enough text: nearest, with the smallest error of the weights."""
+        if self.float_kind is not None:
+            return replace(self, compensate=False)
         search: ScaleSearch = "none" if self.scale_search == "none" else "nearest"
         return Recipe("rtn", self.bits, self.group_size, self.symmetric, search, activations=self.activations)
 
@@ -206,7 +216,11 @@ class Recipe:
     def needs_moments(self) -> bool:
         """Whether weights are rounded by second moments of their inputs."""
         searches = self.method != "rtn" or self.scale_search != "none" or self.is_mixed
-        return self.float_kind is None and searches
+        return self.compensate if self.float_kind is not None else searches
+
+    @property
+    def uses_gptq(self) -> bool:
+        return self.method == "gptq" or self.compensate
 
     @property
     def calibrates_cache(self) -> bool:
@@ -215,7 +229,7 @@ class Recipe:
 
     @property
     def needs_float_inputs(self) -> bool:
-        return self.method == "autoround" or (self.method == "gptq" and self.input_correction > 0)
+        return self.method == "autoround" or (self.uses_gptq and self.input_correction > 0)
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
         """The group size of a layer with this many columns; a size that does not divide them is an error."""

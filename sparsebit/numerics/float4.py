@@ -7,9 +7,12 @@ magnitude (bits 0 to 2). Two codes share a byte, the one of the even column in i
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from sparsebit.numerics.spec import TensorSpec
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_FLOAT4 = MAGNITUDES[-1]
@@ -34,6 +37,16 @@ def float4_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
     size = codes & 7
     quarters = torch.where(size < 2, size << 1, ((size & 1) | 2) << (size >> 1))
     return quarters.to(dtype) * (0.25 - 0.5 * (codes >> 3).to(dtype))
+
+
+@dataclass(frozen=True)
+class Float4Spec(TensorSpec):
+    """The format of grids (`weight_grid.py`) whose steps are these numbers instead of integers."""
+
+
+def nearest_float4(values: Tensor) -> Tensor:
+    """Each value rounded to such a number, in its own type."""
+    return float4_values(float4_codes(values), values.dtype)
 
 
 def pack_float4(codes: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sparsebit.numerics.float4 import Float4Spec, nearest_float4
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.numerics.reference import nearest_float8
 from sparsebit.numerics.spec import TensorSpec
@@ -37,8 +38,8 @@ class Grid:
     def nearest(self, weight: Tensor) -> Tensor:
         """The codes of the nearest values, as numbers of the type of `weight`."""
         steps = weight / self.scale[self.index]
-        if self.spec.format == "float8":
-            return nearest_float8(steps)
+        if self.spec.format == "float8" or isinstance(self.spec, Float4Spec):
+            return nearest_float8(steps) if self.spec.format == "float8" else nearest_float4(steps)
         return steps.round_().add_(self.zero_point[self.index]).clamp_(self.spec.qmin, self.spec.qmax)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -159,6 +160,8 @@ class Spread:
         """The nearest steps that the grid has, in place."""
         if self.spec.format == "float8":
             return steps.copy_(nearest_float8(steps))
+        if isinstance(self.spec, Float4Spec):
+            return steps.copy_(nearest_float4(steps))
         return steps.round_().clamp_(self.low, self.high)  # type: ignore[arg-type]
 
     def by_column(self) -> list[Spread]:

@@ -34,7 +34,7 @@ from sparsebit.sparse.channels.wide_groups import WideGroups, find_wide_groups
 from sparsebit.sparse.proof.bench import Bench, SizeRule
 from sparsebit.sparse.proof.comparing import Failure, compare, compare_in, first_wrong_value
 from sparsebit.sparse.proof.culprits import failing_alike, failing_groups, guilty_units
-from sparsebit.sparse.proof.group_analysis import Analysis, Pins
+from sparsebit.sparse.proof.group_analysis import Analysis, Pins, analysed
 from sparsebit.sparse.proof.other_paths import Paths, find_paths
 from sparsebit.sparse.proof.probe_model import probe_of
 from sparsebit.sparse.proof.scenes import Scene, natural_scenes
@@ -161,7 +161,7 @@ def _subject(model: nn.Module, call: Call) -> _Subject:
 
 
 def _analysed(subject: _Subject, options: Mapping[str, int], pins: Pins) -> Analysis:
-    return Analysis(subject.plain, subject.call, options, pins, subject.uncalled)
+    return analysed(subject.plain, subject.call, options, pins, subject.uncalled)
 
 
 def _chosen(attempt: _Attempt) -> _Attempt:

@@ -52,6 +52,27 @@ def test_a_model_on_a_gpu_is_compressed_and_stays_there(tmp_path: Path) -> None:
     assert {p.device.type for p in net.parameters()} == {"cuda"}
 
 
+@pytest.mark.slow
+def test_programs_are_compiled_timed_and_judged_in_their_runtime(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    validation = batches(512, 7, labelled=True)
+    rungs = ("eight bits", "measured placement")
+    how: Any = {"target": "executorch", "metric": "top1", "max_loss": 2.0, "validation": validation, "rungs": rungs}
+    done = run(tmp_path / "run", **how)
+    assert done.met and done.file == tmp_path / "run" / "best.pte" and done.file.is_file()
+    assert "bit-exact in executorch" in done.steps[0].parity and done.steps[0].cost is not None
+    assert done.steps[0].cost.milliseconds and 0 < done.steps[0].cost.bytes_ratio < 1
+    assert (tmp_path / "run" / "float.pte").is_file() and done.steps[-1].recipe["placement"] != "default"
+    session = sparsebit.open_session(done.file, "executorch")
+    assert session.batch_size == 1 and read_record(tmp_path / "run" / "record.json").audits[0].runtime == "executorch"
+    assert run(tmp_path / "run", **how).steps == done.steps
+
+
+def test_a_target_that_nothing_here_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing here runs files for coreml"):
+        run(tmp_path / "run", target="coreml")
+
+
 class TestResult:
     def test_the_goal_is_met_by_a_file_that_passed_the_gate(self, done: Result) -> None:
         assert done.met and "on 256 samples that selection never saw" in done.reason

@@ -79,6 +79,14 @@ def simulated(quantizer: Quantizer, x: Tensor) -> Tensor:
     return reference.fake_quantize(x, scale, zero_point, quantizer.spec)
 
 
+def switched_on(quantizer: Quantizer, x: Tensor) -> Quantizer:
+    """The quantizer, calibrated on `x`."""
+    quantizer.update_observer(x)
+    quantizer.calc_qparams()
+    quantizer.enable_quant()
+    return quantizer
+
+
 class ConvBnRelu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +143,18 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
 
 
 class Opaque(nn.Module):

@@ -12,7 +12,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.sparse.channels.groups import drawn
 from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.proof.bench import mask_units
-from sparsebit.sparse.proof.group_analysis import Analysis
+from sparsebit.sparse.proof.group_analysis import analysed
 from sparsebit.sparse.shrinking.surgery import apply_plan
 from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images
 
@@ -82,7 +82,7 @@ def test_a_model_that_does_not_run_is_refused() -> None:
 def test_a_value_that_the_model_keeps_from_run_to_run_is_seen_in_every_analysis() -> None:
     model, call = Caching().eval(), ((images(),), {})
     for _ in range(2):
-        found = Analysis(model, call, {}, {})
+        found = analysed(model, call, {}, {})
         assert {tensor for unit in found.units for tensor, _, _ in unit.members} >= {"a.weight", "scale", "b.weight"}
 
 

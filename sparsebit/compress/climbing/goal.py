@@ -74,10 +74,10 @@ def read_goal(
 
 def need_backend(target: str) -> None:
     """Raise a ConfigError unless the target is a backend of networks."""
-    allowed = [name for name in BACKENDS if PROFILES[name].ending == ".onnx"]
+    allowed = [name for name in BACKENDS if PROFILES[name].ending == ".onnx" or PROFILES[name].executes]
     if target in BACKENDS and target not in allowed:
         raise ConfigError(
-            f"target={target!r}: compress tries many ONNX files, and files for {target} need its compiler; "
+            f"target={target!r}: nothing here runs files for {target}, so candidates cannot be compared; "
             f"allowed: {', '.join(allowed)}. sparsebit.quantize(model, data, {target!r}) makes one {target} file"
         )
     if target not in BACKENDS:

@@ -151,9 +151,9 @@ def _bits_for_bytes(known: Known, made: list[LadderStep]) -> float | None:
     limit = known.goal.budget["bytes"]
     size = limit * known.study.float_bytes if limit <= 1 else limit
     apart = {_mean_bits(known, step): step.cost.num_bytes for step in made if step.cost}
-    if len(apart) < 2:
-        return None
     (bits, total), (more_bits, more) = min(apart.items()), max(apart.items())
+    if more <= total:  # one candidate, or smaller groups, whose scales take what fewer bits save
+        return None
     return SizeLine(bits, total, (more - total) / (more_bits - bits)).asked_for(size) - 0.01
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from sparsebit.deploy.audit.file_latency import Stopwatch, Timed
 from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, in_order, input_names, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import num_bytes, staged, write
+from sparsebit.deploy.programs.flat_program import flat_program
+from sparsebit.deploy.programs.staged_result import staged_result
+from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import Call, as_call
@@ -37,12 +40,16 @@ _TIMING_S = 3.0
 
 @dataclass(frozen=True)
 class Example:
-    """How the model is called: one batch, the float outputs on it, and which of its sizes a file leaves open."""
+    """How the model is called: one batch, the float outputs on it, and which of its sizes a file leaves open.
+
+    `num_samples`: of a file that leaves none open; 0: as many as the batch has.
+    """
 
     call: Call
     outputs: Any
     rows: SampleRows
     axes: Axes | None
+    num_samples: int = 0
 
     def with_samples(self, count: int) -> Call:
         """The call with this many samples; samples repeat if there are too few."""
@@ -52,8 +59,23 @@ class Example:
     @property
     def batch(self) -> Any:
         """The example that files are exported with. Two samples, because torch.export treats a size of 1 as fixed."""
-        args, kwargs = self.with_samples(2 if self.axes else self.rows.count)
+        args, kwargs = self.with_samples(2 if self.axes else self.num_samples or self.rows.count)
         return kwargs or args
+
+    def for_target(self, target: str, axes: Axes | None) -> Example:
+        """With the sizes that files of the target leave open, of those that the model allows. A program takes one
+        sample: its compiler plans memory for the largest batch.
+        """
+        profile = PROFILES[target]
+        if target not in TARGETS:
+            return replace(self, axes=axes if profile.open_sizes else None)
+        varied = sorted({label for sizes in (axes or {}).values() for label in sizes.values()} - {"batch"})
+        if varied:
+            raise ConfigError(
+                f"target={target!r}: batches differ in {len(varied)} sizes besides the number of samples, and a "
+                f"{profile.ending} file is compiled for one; pad the batches to one size"
+            )
+        return replace(self, axes=None, num_samples=1 if axes else 0)
 
 
 def example_of(model: nn.Module, batches: Sequence[Any]) -> Example:
@@ -102,6 +124,10 @@ class Bench:
     def runtime(self) -> str:
         return PROFILES[self.goal.target].executes or "onnxruntime"
 
+    @property
+    def ending(self) -> str:
+        return PROFILES[self.goal.target].ending
+
     def runner(self, file: Path, qmodel: QuantModel) -> Model:
         """The model that is judged: the file in its runtime; the simulation if the target does not run here."""
         if self.stopwatch is None:
@@ -134,7 +160,7 @@ def stopwatch_for(goal: LadderGoal, example: Example, model: nn.Module) -> Stopw
     runtime = PROFILES[goal.target].timed_in
     if runtime is None:
         return None
-    call = example.with_samples(1) if example.axes else example.call
+    call = example.with_samples(1) if example.axes or example.num_samples else example.call
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors_of(call)):
         raise ConfigError("inputs of type bfloat16, which no runtime here reads; give model.float() and its data")
     arrays = [tensor.detach().cpu().numpy() for tensor in _named(call, inspect.signature(model.forward)).values()]
@@ -167,6 +193,18 @@ def write_float(model: nn.Module, example: Example, target: Path) -> Axes | None
             write(made, path)
         return example.axes if axes else None
     raise AssertionError("the loop returns or raises")
+
+
+def runtime_float(model: nn.Module, example: Example, target: str, onnx_file: Path) -> Path:
+    """The float file that times and sizes are compared with: the ONNX file, or next to it a program of the runtime."""
+    if target not in TARGETS:
+        return onnx_file
+    file = onnx_file.with_suffix(TARGETS[target].ending)
+    args, kwargs = as_call(example.batch, model)
+    signature = inspect.signature(model.forward)
+    with staged_result(file) as path:
+        TARGETS[target].write(*flat_program(model, args, in_order(kwargs, signature), signature, TARGETS[target]), path)
+    return file
 
 
 def _macs(net: nn.Module, example: Example) -> int:

@@ -13,18 +13,24 @@ from sparsebit.compress.climbing.run_folder import RunFolder
 from sparsebit.compress.networks.bench import Bench
 from sparsebit.compress.networks.study import Study
 from sparsebit.compress.networks.training_script import training_script
-from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, load
+from sparsebit.compress.networks.trial import MODEL, RECORD, SMALL, file_name, load
 from sparsebit.deploy.audit.audit_file import audit
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.folders import replace_text
 from sparsebit.progress import OutOfTime, time_limit
 from sparsebit.records import read_record, write_record
 from sparsebit.records.ladder import Ladder, LadderStep
 
-BEST, BEST_MODEL = "best.onnx", "best"
+BEST_MODEL = "best"
 CONFIG, PLACEMENT, SPARSITY = "best.yaml", "placement.json", "sparsity.yaml"
 _PROFILED_BATCHES, _TIMED_S = 2, 2.0
 _NUM_NAMED = 3  # of the layers that cost the most accuracy
 _REASON_SHARE = 0.05  # of the time, to find them, unless a rung already has
+
+
+def best_file(target: str) -> str:
+    """The name of the best candidate's file: `best.onnx`, or with the ending of the target's files."""
+    return f"best{PROFILES[target].ending}"
 
 
 def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
@@ -44,7 +50,7 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
         run.copy_in(source / SMALL, SMALL)
     else:
         shutil.rmtree(run.path / SMALL, ignore_errors=True)
-    run.copy_in(source / FILE, BEST)
+    run.copy_in(source / file_name(bench), best_file(bench.goal.target))
     _write(run.path / TRAINING, None if ladder.met else training_script(ladder))
     _write_record(bench, run, step)
     config, placement, small = (repr(str(run.path / name)) for name in (CONFIG, PLACEMENT, SMALL))
@@ -62,7 +68,7 @@ def write_outcome(bench: Bench, run: RunFolder, ladder: Ladder) -> Ladder:
 
 def _write_record(bench: Bench, run: RunFolder, step: LadderStep) -> None:
     """The record of the step, with the errors of all layers and how the runtime executes the file."""
-    source, file = run.path / step.folder, run.path / BEST
+    source, file = run.path / step.folder, run.path / best_file(bench.goal.target)
     qmodel = load(bench, step, source)[1]
     # A measured placement may leave the whole model in float, which has no errors.
     errors = () if qmodel.is_float_by_plan else (qmodel.profile(bench.calibration[:_PROFILED_BATCHES]),)

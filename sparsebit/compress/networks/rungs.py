@@ -111,7 +111,7 @@ def float_layers(known: Known) -> Candidate | None:
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
     """4-bit weights, rounded by GPTQ, then trained; without a graph of the whole model, rounded to nearest."""
-    if not known.wants_small or not _needs_fewer_bytes(known):
+    if not known.wants_small or not _needs_fewer_bytes(known) or 4 not in known.study.low_bits:
         return None
     done = known.of("four bits")
     if not done:

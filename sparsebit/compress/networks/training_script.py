@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.records.ladder import Ladder
 
 _SCRIPT = '''\
@@ -60,7 +61,7 @@ for epoch in range(EPOCHS):
     print(f"epoch {{epoch + 1}} of {{EPOCHS}}: loss {{loss.item():.4f}}")
 qmodel.eval()
 qmodel.save(HERE / "trained")
-qmodel.export_onnx(calibration[0], HERE / "trained.onnx", check=calibration)
+qmodel.export(HERE / "trained{ending}", calibration[0], check=calibration)
 '''
 _DENSE = "net = float_model().to(device)"
 _PRUNED = """\
@@ -76,4 +77,4 @@ def training_script(ladder: Ladder) -> str:
     step = ladder.step(ladder.best)
     net = _PRUNED if step.recipe["sparsity"] else _DENSE
     loss = _OF_CLASSES if "top-1" in ladder.goal.metric else _OF_VALUES
-    return _SCRIPT.format(name=step.name, net=net, loss=loss)
+    return _SCRIPT.format(name=step.name, net=net, loss=loss, ending=PROFILES[ladder.goal.target].ending)

@@ -19,7 +19,7 @@ from sparsebit.records.ladder import Judgement, LadderStep
 from sparsebit.sparse.shrinking import pruned_folder
 
 # `SMALL`: the float model of a recipe that removes channels, as `sparsebit.sparse.load` reads it.
-MODEL, FILE, RECORD, SMALL = "model", "model.onnx", "record.json", "small"
+MODEL, RECORD, SMALL = "model", "record.json", "small"
 _PLACEMENT_SHARE, _LONGEST_PLACEMENT_S = 0.1, 60.0  # of the whole time
 _GATE_BATCHES = 2
 
@@ -39,9 +39,9 @@ class NetworkTrials:
             qmodel = recipe.quantized(net, bench.calibration, seconds)
             if qmodel.placement is not None:
                 recipe = recipe.replace(placement=qmodel.placement)
-            file = folder / FILE
+            file = folder / file_name(bench)
             gate = bench.calibration[:_GATE_BATCHES]
-            parity = qmodel.export_onnx(bench.example.batch, file, dynamic_axes=bench.example.axes, check=gate)
+            parity = qmodel.export(file, bench.example.batch, dynamic_axes=bench.example.axes, check=gate)
         qmodel.save(folder / MODEL)
         if recipe.sconfig is not None:
             pruned_folder.save(net, folder / SMALL)
@@ -56,11 +56,18 @@ class NetworkTrials:
     def concluded(self, step: LadderStep, folder: Path) -> Judgement:
         """The judgement on samples that selection never saw."""
         qmodel = load(self.bench, step, folder)[1]
-        return self.bench.judge.conclude(self.bench.runner(folder / FILE, qmodel), self.bench.goal.max_loss)
+        return self.bench.judge.conclude(
+            self.bench.runner(folder / file_name(self.bench), qmodel), self.bench.goal.max_loss
+        )
 
     def times(self, folders: Mapping[str, Path]) -> dict[str, Timed]:
         """The time of each candidate over the float file's, in turns; empty if the target does not run here."""
-        return self.bench.times({name: folder / FILE for name, folder in folders.items()})
+        return self.bench.times({name: folder / file_name(self.bench) for name, folder in folders.items()})
+
+
+def file_name(bench: Bench) -> str:
+    """The name of a candidate's file in its folder."""
+    return f"model{bench.ending}"
 
 
 def load(bench: Bench, step: LadderStep, folder: Path, name: str = MODEL) -> tuple[nn.Module, QuantModel]:

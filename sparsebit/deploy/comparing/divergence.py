@@ -57,7 +57,7 @@ def site_differences(
 
 
 def difference_of(site: str, codes: Any, simulated: Any) -> SiteDifference:
-    """Of two arrays of integers of one shape."""
+    """The difference of two arrays of integers of one shape."""
     gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
     return SiteDifference(site, int(gap.max(initial=0)), float((gap > 0).mean()) if gap.size else 0.0)
 

@@ -8,10 +8,12 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from torch import fx, nn
+
+from sparsebit.errors import DeploymentError
 
 _LOGGERS = ("torch.onnx", "torch.export", "torch._export", "torch.fx", "onnxscript", "onnx_ir")
 _NUM_LINES = 4
@@ -59,6 +61,18 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str], verb
 def hides_interrupt(error: Exception) -> bool:
     """Whether Ctrl-C is behind the error: torch's C++ code turns a KeyboardInterrupt into a TypeError that names it."""
     return any("KeyboardInterrupt" in str(cause) for cause in _causes(error))
+
+
+@contextlib.contextmanager
+def refused_as(refusal: str, read: Callable[[], str] = str) -> Iterator[None]:
+    """An error inside becomes a DeploymentError: `refusal`, then its first lines. `read`: returns more of its text."""
+    try:
+        yield
+    except Exception as error:
+        if hides_interrupt(error):
+            raise KeyboardInterrupt from error
+        lines = [line for line in f"{error}\n{read()}".splitlines() if line.strip()]
+        raise DeploymentError(f"{refusal}: {' '.join(lines[:3])}") from error
 
 
 def _causes(error: Exception) -> list[BaseException]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from sparsebit.deploy.exporting.export_errors import hides_interrupt, quiet
+from sparsebit.deploy.exporting.export_errors import quiet, refused_as
 from sparsebit.deploy.programs.integer_linear import lay_out_linears
 from sparsebit.deploy.programs.program_target import ProgramTarget
 from sparsebit.deploy.sessions.program_facts import KEY, ProgramFacts
@@ -36,14 +36,8 @@ def write_pt2(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None
     check_compiler()
     stored = replace(facts, layers=tuple(_layers(program))).to_json()
     settings = {"cpp.dynamic_threads": True, "aot_inductor.metadata": {KEY: stored}}
-    try:
-        with quiet(), torch.no_grad():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
-    except Exception as error:
-        if hides_interrupt(error):
-            raise KeyboardInterrupt from error
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise DeploymentError(f"AOTInductor does not compile the program: {' '.join(lines[:3])}") from error
+    with refused_as("AOTInductor does not compile the program"), quiet(), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 
 
 def check_compiler() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from sparsebit.deploy.exporting.export_errors import hides_interrupt
+from sparsebit.deploy.exporting.export_errors import refused_as
 from sparsebit.deploy.programs.program_target import ProgramTarget
 from sparsebit.deploy.programs.quiet_conversion import quiet_conversion
 from sparsebit.deploy.sessions.program_facts import KEY, ProgramFacts
-from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Arithmetic, LayerRun
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def write_mlpackage(program: ExportedProgram, facts: ProgramFacts, path: Path) -
     with quiet_conversion():
         import coremltools
 
-        try:
+        with refused_as("coremltools does not take the program"):
             made = coremltools.convert(
                 program.run_decompositions({}),
                 source="pytorch",
@@ -56,11 +55,6 @@ def write_mlpackage(program: ExportedProgram, facts: ProgramFacts, path: Path) -
             package.user_defined_metadata[KEY] = replace(facts, layers=layers).to_json()
             package.user_defined_metadata[_CHECKED] = NOT_RUN
             package.save(str(path))
-        except Exception as error:
-            if hides_interrupt(error):
-                raise KeyboardInterrupt from error
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise DeploymentError(f"coremltools does not take the program: {' '.join(lines[:3])}") from error
     log.warning("%s was %s; compare its predictions with the model's on a Mac", path.name, NOT_RUN)
 
 

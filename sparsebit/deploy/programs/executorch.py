@@ -12,14 +12,13 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from sparsebit.deploy.exporting.export_errors import hides_interrupt, quiet
+from sparsebit.deploy.exporting.export_errors import quiet, refused_as
 from sparsebit.deploy.programs.program_target import ProgramTarget
 from sparsebit.deploy.programs.xnnpack_layers import delegation, refusals
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
 from sparsebit.deploy.sessions.executorch_session import runtime_modules
 from sparsebit.deploy.sessions.program_facts import KEY, ProgramFacts
 from sparsebit.deploy.sessions.sealed_file import seal
-from sparsebit.errors import DeploymentError
 
 
 def write_pte(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None:
@@ -29,17 +28,12 @@ def write_pte(program: ExportedProgram, facts: ProgramFacts, path: Path) -> None
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import EdgeProgramManager, to_edge_transform_and_lower
 
-        try:
+        with refused_as("executorch does not take the program"):
             with refusals() as refused:
                 lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
             edge = lowered.exported_program()
             stored = replace(facts, **delegation(edge, refused)).to_json()
             made = EdgeProgramManager(edge, {KEY: stored}, lowered.compile_config).to_executorch()
-        except Exception as error:
-            if hides_interrupt(error):
-                raise KeyboardInterrupt from error
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise DeploymentError(f"executorch does not take the program: {' '.join(lines[:3])}") from error
     with path.open("wb") as file:
         made.write_to_file(file)
     seal(path)

@@ -19,7 +19,7 @@ from torch import fx
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 (the import defines the operators)
 from torch.export import ExportedProgram
 
-from sparsebit.deploy.exporting.export_errors import hides_interrupt
+from sparsebit.deploy.exporting.export_errors import refused_as
 from sparsebit.deploy.programs.program_target import ProgramTarget
 from sparsebit.deploy.programs.quiet_conversion import quiet_conversion
 from sparsebit.deploy.programs.xnnpack_patterns import lay_out_for_xnnpack
@@ -57,17 +57,12 @@ def write_tflite(program: ExportedProgram, facts: ProgramFacts, path: Path) -> N
 
         # The converter asks the quantizer for one thing only: whether ranges are computed at run time.
         static = SimpleNamespace(global_config=SimpleNamespace(is_dynamic=False))
-        try:
+        with refused_as("litert-torch does not take the program", read):
             made = litert_torch.convert(module, tuple(args), quant_config=QuantConfig(pt2e_quantizer=static))
             with tempfile.TemporaryDirectory() as folder:
                 plain = Path(folder) / "model.tflite"
                 made.export(str(plain))
                 data = plain.read_bytes()
-        except Exception as error:
-            if hides_interrupt(error):
-                raise KeyboardInterrupt from error
-            lines = [line for line in f"{error}\n{read()}".splitlines() if line.strip()]
-            raise DeploymentError(f"litert-torch does not take the program: {' '.join(lines[:3])}") from error
         layers, leftovers = _layers(operators(data))
     path.write_bytes(with_facts(data, replace(facts, layers=layers, leftovers=leftovers)))
     seal(path)

@@ -109,8 +109,13 @@ def difference_of_transformers(folder: Path, tokens: Tensor | Batch, *, trust_re
 @full_float32()
 @phase("checking with the layers of transformers")
 def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> LoadCheck:
-    """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load."""
+    """Compare with transformers' float model with our unpacked weights: it has no packed `Conv1D` layer to load. Inputs
+    are float on both sides.
+    """
     model = load(folder, dtype=torch.float32, kv_cache="float", trust_remote_code=trust_remote_code)
+    for module in model.modules():
+        if isinstance(module, QuantLinear | FloatLinear):
+            module.inputs = None  # transformers' layers would not round theirs
     ours = model(tokens, use_cache=False).logits
     plain = transformers_module().AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code

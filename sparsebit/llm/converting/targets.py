@@ -137,8 +137,13 @@ def vllm_reasons(
     if kinds:
         known = ", ".join(_said(*kind) for kind in _INTEGERS[method])
         reasons.append(f"{', '.join(_said(*kind) for kind in kinds)}: of {method} files its own kernels have {known}")
-    if any(layer.bits == 4 and layer.inputs is not None and layer.inputs.kind == "int8" for layer in integers.values()):
+    rounded = {layer for layer in integers.values() if layer.bits == 4 and layer.inputs is not None}
+    if any(layer.inputs is not None and not layer.inputs.dynamic for layer in rounded):
+        reasons.append("4 bits with constant scales of inputs: its kernels for 4 bits take a scale for each token")
+    if any(layer.is_dense for layer in rounded):
         reasons.append("4 bits with int8 inputs: its kernel for them is for Arm CPUs")
+    if any(not layer.is_dense and layer.group_size != 128 for layer in rounded):
+        reasons.append("4 bits with fp8 inputs: its kernel for them takes groups of 128")
     sizes = sorted({layer.group_size for layer in integers.values()} - {*_GROUPS})
     if sizes:
         reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")

@@ -80,6 +80,17 @@ class FloatWeight:
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, qweight=self.qweight.to(device), scales=self.scales.to(device), divisor=divisor)
 
+    def scale_numbers(self) -> Tensor:
+        """The number by which each group is multiplied, `(out, groups)` in float32."""
+        scales = scale_values(self.scales, self.kind, torch.float32)
+        return scales if self.divisor is None else scales / self.divisor
+
+    def with_numbers(self, numbers: Tensor) -> FloatWeight:
+        """The same scales with other numbers of the format, `(out, in)`."""
+        if self.kind == "fp8":
+            return replace(self, qweight=numbers.to(torch.float8_e4m3fn).cpu())
+        return replace(self, qweight=pack_float4(float4_codes(numbers)).cpu())
+
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The values of some rows, `(rows, in)`, computed in `dtype`."""
         scales = scale_values(self.scales[rows], self.kind, dtype)
@@ -110,8 +121,12 @@ def scale_values(scales: Tensor, kind: FloatKind, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype) -> FloatWeight:
-    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales."""
+def round_to_floats(
+    weight: Tensor, kind: FloatKind, *, search: bool, stored: torch.dtype, most: float | None = None
+) -> FloatWeight:
+    """`weight (out, in)` to nearest, by scales of the range or the least error; `stored`: the type of fp8's scales.
+    `most`: the largest number of all weights that share the divisor of nvfp4; None: of this one.
+    """
     W = weight.detach().float()
     if kind == "fp8":
         smallest = torch.finfo(stored).tiny
@@ -127,7 +142,7 @@ def round_to_floats(weight: Tensor, kind: FloatKind, *, search: bool, stored: to
         usual = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
         best = _best(groups, [usual + move for move in ((0, 1, -1) if search else (0,))], torch.exp2)
         return _packed(kind, groups, (best + _BIAS).clamp(0, 254).to(torch.uint8), None)
-    top = largest.max().clamp(min=2.0**-100) / LARGEST_FLOAT4
+    top = (largest.max() if most is None else largest.new_full((), most)).clamp(min=2.0**-100) / LARGEST_FLOAT4
     divisor = torch.exp2(torch.floor(torch.log2(LARGEST_FLOAT8 / top))).reshape(1)
     wanted = largest / LARGEST_FLOAT4 * divisor
     # The largest number becomes 6, or up to 1.67 times it (clipped), or down to 3.75. With 4 the numbers below it are
@@ -245,8 +260,8 @@ def scaled_product(x: Tensor, weight: FloatWeight, inputs: InputRounding) -> Ten
     """`x (..., in)` in bfloat16 rounded to float8, times the fp8 weight, summed in float32."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.out_features)
-    numbers, scale, _ = inputs.codes(x.reshape(-1, weight.in_features).float())
-    by_row = scale.expand(len(numbers), 1).contiguous(), weight.scales.t().float().contiguous()
+    numbers, scale = inputs.row_codes(x.reshape(-1, weight.in_features))
+    by_row = scale.contiguous(), weight.scales.t().float().contiguous()
     half = torch.bfloat16
     y: Tensor = torch._scaled_mm(numbers, weight.qweight.t(), scale_a=by_row[0], scale_b=by_row[1], out_dtype=half)
     return y.reshape(*x.shape[:-1], weight.out_features)

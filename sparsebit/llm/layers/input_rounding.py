@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsebit.kernels import eight_bits
 from sparsebit.llm.layers.float_kinds import GROUPS
 from sparsebit.llm.layers.input_kinds import InputFormat
 from sparsebit.numerics.float4 import LARGEST_FLOAT4, float4_codes, float4_values
@@ -67,6 +68,17 @@ class InputRounding:
         else:
             codes = (x / scale).add_(zero).round_().clamp_(-128, 127)
         return codes, scale, zero
+
+    def row_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`(codes, scale)` of a format of 8 bits without zero points for `x (rows, features)`: int8 or float8, and
+        the scale of each row, `(rows, 1)`. On a GPU one kernel computes them.
+        """
+        is_float = self.format.kind == "fp8"
+        if eight_bits.takes(x):
+            constant = None if self.format.dynamic else self.scale
+            return eight_bits.round_rows(x, float(LARGEST_FLOAT8) if is_float else 127.5, constant)
+        codes, scale, _ = self.codes(x.float())
+        return codes if is_float else codes.to(torch.int8), scale.expand(len(x), 1)
 
     def _per_token(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)

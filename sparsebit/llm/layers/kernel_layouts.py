@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.kernels import eight_bits
 from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, dense_weight, fragment_weight, runs_on
 from sparsebit.kernels.packed_linear import packed_linear as fragment_linear
 from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, restore
@@ -192,10 +193,12 @@ def _prepare_integers(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 def _integers(x: Tensor, weight: Prepared) -> Tensor:
     """The codes of the inputs times those of the weight, summed in int32, times both scales."""
     assert weight.inputs is not None
-    codes, scale, _ = weight.inputs.codes(x.float())
+    codes, scale = weight.inputs.row_codes(x)
     missing = max(_LEAST_ROWS - len(x), 0) if x.is_cuda else 0
-    rows = torch.nn.functional.pad(codes.to(torch.int8), (0, 0, 0, missing))
+    rows = torch.nn.functional.pad(codes, (0, 0, 0, missing)) if missing else codes
     sums = torch._int_mm(rows, weight.words.t())[: len(x)]
+    if eight_bits.takes(x):
+        return eight_bits.scale_sums(sums, scale, weight.scales, x.dtype)
     return (sums * scale * weight.scales).to(x.dtype)
 
 

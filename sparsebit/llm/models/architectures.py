@@ -181,27 +181,35 @@ LANGUAGE_PARTS = {
 
 
 def known_row(model: nn.Module) -> Architecture | None:
-    """The row of the model's architecture, if it has one; a model with images that is not known is an error."""
+    """The row of the model's architecture, if it has one; for a model with images, of its language model."""
     config: Any = getattr(model, "config", None)
     model_type = str(getattr(config, "model_type", ""))
-    if getattr(config, "vision_config", None) is None:
+    if not reads_images(model):
         return ARCHITECTURES.get(model_type)
     if model_type not in LANGUAGE_PARTS:
-        raise ConfigError(
-            f"model type {model_type!r} reads images, and the place of its language model is not known; allowed: "
-            f"{', '.join(LANGUAGE_PARTS)}; others need a row in sparsebit/llm/models/architectures.py"
-        )
+        return None
     text_type = str(config.text_config.model_type)
     row = ARCHITECTURES.get({"qwen2_5_vl_text": "qwen2"}.get(text_type, text_type), Architecture(""))
     return replace(row, blocks=LANGUAGE_PARTS[model_type])
 
 
+def reads_images(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
 def architecture_of(model: nn.Module) -> Architecture:
-    """The row of the model's architecture; without a row, the path of its blocks, found by examining its modules."""
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    """The row of the model's architecture; without a row, the path of its blocks, found by examining its modules. A
+    model with images needs a row: the longest list of blocks may be that of its images.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     row = known_row(model)
+    if row is None and reads_images(model):
+        raise ConfigError(
+            f"model type {model_type!r} reads images, and the place of its language model is not known; allowed: "
+            f"{', '.join(LANGUAGE_PARTS)}; others need a row in sparsebit/llm/models/architectures.py"
+        )
     if row is None:
-        return Architecture(_longest_list(model, str(model_type)))
+        return Architecture(_longest_list(model, model_type))
     for block in blocks_of(model, row):
         row.stages_in(block)
     return row

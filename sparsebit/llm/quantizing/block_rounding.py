@@ -154,7 +154,7 @@ def _short(error: float | None) -> float | None:
 
 def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:
     """How an expert layer that has read so few tokens is rounded; None if they are enough for its Hessian."""
-    needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * num_columns)
+    needed = math.ceil(TOKENS_PER_COLUMN.get(recipe.method, TOKENS_PER_COLUMN["gptq"]) * num_columns)
     if num_tokens >= needed:
         return None
     how = "rtn" if recipe.scale_search == "none" else "rtn, scales searched without a Hessian"
@@ -175,7 +175,7 @@ def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Rec
     if not recipe.needs_moments:
         return
     widest = widest_layer(blocks)
-    needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * widest)
+    needed = math.ceil(TOKENS_PER_COLUMN.get(recipe.method, TOKENS_PER_COLUMN["gptq"]) * widest)
     if num_tokens < needed:
         log.warning(
             "%d tokens of text, and layers with %d columns: %s fits weights to these tokens, and errs more on other "

@@ -19,6 +19,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.execution.run_folder import RunFolder
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.checkpoint.packed_folder import FinishedBlock, Measured
+from sparsebit.llm.layers.float_weight import Weight
 from sparsebit.llm.models.architectures import Architecture, Stages, linears
 from sparsebit.llm.models.calibration_batches import Tokens, as_batches
 from sparsebit.llm.models.input_scaling import ScaledInput
@@ -179,7 +180,7 @@ class QuantizationRun:
             self.formats[full] = layer_format(weight, self.recipe)
             count = weight.out_features * weight.in_features
             self._weights += count
-            self._bits += count * weight.bits_per_weight
+            self._bits += count * _bits_in_file(weight, self.formats[full])
             if name in block.tokens:
                 rows = block.tokens[name]
                 self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
@@ -196,12 +197,17 @@ class QuantizationRun:
                 weight, full = block.layers[name], f"{path}.{name}"
                 kept, found = self.formats[full], block.measured.get(name, Measured(0))
                 shape = (weight.out_features, weight.in_features)
-                num_bytes = round(shape[0] * shape[1] * weight.bits_per_weight / 8)
+                num_bytes = round(shape[0] * shape[1] * _bits_in_file(weight, kept) / 8)
                 self.layers[full] = PackedLayer(
                     *(full, kept.kind, kept.bits, kept.group_size, kept.symmetric, shape, num_bytes),
                     *(found.float_bytes or None, found.error, found.nearest_error, after),
                 )
             self._last_stage = tuple(f"{path}.{name}" for name in stage)
+
+
+def _bits_in_file(weight: Weight, layer: LayerFormat) -> float:
+    """Bits of a weight in the file, with its share of scales; dense codes take a byte each."""
+    return weight.bits_per_weight + (8 - weight.bits if layer.is_dense else 0)
 
 
 def _read(folder: RunFolder, number: int, source: str) -> FinishedBlock | None:

@@ -37,6 +37,7 @@ from sparsebit.llm.models.architectures import (
     blocks_of,
     need_called_layers,
     need_loadable_layers,
+    reads_images,
 )
 from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
@@ -106,7 +107,7 @@ def quantize(
     """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
 
     `calibration`: text; for a model with images also batches of its processor, mappings of tensors with `input_ids`,
-    `pixel_values` and so on, without padding. Of such a model, the language part is quantized.
+    `pixel_values` and so on, without padding. The language part of such a model is quantized.
 
     `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
     `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
@@ -325,12 +326,11 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
 def _check_images(skeleton: Skeleton, job: _Job) -> None:
     """Raise for what is not there for models with images, or for calibration with images."""
     recipe, with_batches = job.recipe, not isinstance(job.calibration, Calibration | None)
-    sees = getattr(skeleton.model.config, "vision_config", None) is not None
     given = [name for name in ("rotate",) if getattr(recipe, name)]
     given += [f"kv_cache={recipe.kv_cache!r}"] if recipe.kv_cache != "float" else []
     given += ["mixed bits"] if recipe.is_mixed else []
     given += ["method='autoround'"] if recipe.method == "autoround" else []
-    if given and (sees or with_batches):
+    if given and (with_batches or reads_images(skeleton.model)):
         raise ConfigError(f"{', '.join(given)} with images: not supported; leave it out")
 
 

@@ -7,7 +7,7 @@ are chosen, so that the codes fit the stored scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,12 @@ from sparsebit.llm.layers.float_kinds import GROUPS
 from sparsebit.llm.layers.float_weight import FloatWeight, Weight, round_to_floats
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
+from sparsebit.numerics.float4 import Float4Spec
 from sparsebit.numerics.qparams import SMALLEST_SCALE, qparams_from_range
 from sparsebit.numerics.rounding.gptq_math import InverseFactor, Rounded, quantize, round_nearest
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.scale_search_math import Rounding
-from sparsebit.numerics.spec import PerGroup, TensorSpec
+from sparsebit.numerics.spec import PerChannel, PerGroup, TensorSpec
 from sparsebit.numerics.weight_grid import Grid
 
 # By bits: the smallest tried scale, as a share of the full range's. With fewer codes it pays to clip more.
@@ -58,14 +59,16 @@ def round_weights(
     take_moments: bool = False,
 ) -> dict[str, RoundedLayer]:
     """Layers that read one input, by name, rounded together as rows; `take_moments`: these are overwritten."""
-    if recipe.float_kind is not None:
-        return {name: _as_floats(weight, recipe, stored) for name, weight in weights.items()}
+    floats = {} if recipe.float_kind is None else _as_floats(weights, recipe, stored)
+    if floats and not recipe.compensate:
+        return floats
     W = torch.cat([weight.detach().float() for weight in weights.values()])[None]
     size = {recipe.columns_per_scale(W.shape[-1], name) for name in weights}.pop()
-    grid, rounding = _grid(W, recipe, size, stored), _rounding(recipe)
+    grid = _grid(W, recipe, size, stored) if not floats else _float_grid(W, recipe, [*floats.values()], size)
+    rounding = _rounding(recipe)
     H, cross = _second_moments(moments, W, take=take_moments)
     energy = ((W @ H.to(W)) * W).sum(-1)[0]  # the mean square of each output
-    if recipe.method == "gptq":
+    if recipe.uses_gptq:
         # The weight for the float model's inputs; see `gptq_target_math.target_weight`.
         correction = None if cross is None else W.to(H) @ cross.sub_(H)
         del cross
@@ -78,7 +81,7 @@ def round_weights(
         rounded = quantize(W, H, grid, rounding, factor)
     else:
         rounded = round_nearest(W, H, grid, rounding)
-    return _apart(rounded, weights, energy, recipe, size, stored)
+    return _apart(rounded, weights, energy, recipe, size, stored, floats)
 
 
 def layer_format(weight: Weight, recipe: Recipe) -> LayerFormat:
@@ -101,11 +104,23 @@ def _second_moments(moments: InputMoments | None, weight: Tensor, *, take: bool)
 
 
 def _apart(
-    rounded: Rounded, weights: Mapping[str, Tensor], energy: Tensor, recipe: Recipe, size: int, stored: torch.dtype
+    rounded: Rounded,
+    weights: Mapping[str, Tensor],
+    energy: Tensor,
+    recipe: Recipe,
+    size: int,
+    stored: torch.dtype,
+    floats: Mapping[str, RoundedLayer],
 ) -> dict[str, RoundedLayer]:
-    """Split the jointly rounded layers again."""
+    """Split the jointly rounded layers again. `floats`: those of float numbers, to nearest."""
     num_rows = [len(weight) for weight in weights.values()]
-    packed = _packed(rounded, recipe, size, stored, num_rows)
+    packed: Sequence[Weight] = () if floats else _packed(rounded, recipe, size, stored, num_rows)
+    if floats:
+        numbers = rounded.codes[0].split(num_rows)
+        plain = [one.packed for one in floats.values()]
+        packed = [
+            one.with_numbers(own) for one, own in zip(plain, numbers, strict=True) if isinstance(one, FloatWeight)
+        ]
     parts = zip(*(part.split(num_rows) for part in (energy, rounded.loss[0], rounded.nearest_loss[0])), strict=True)
     return {
         name: RoundedLayer(own, *(float(loss.sum()) / max(float(power.sum()), 1e-30) for loss in losses))
@@ -113,12 +128,33 @@ def _apart(
     }
 
 
-def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLayer:
-    """Round to floats of 8 or 4 bits."""
+def _as_floats(weights: Mapping[str, Tensor], recipe: Recipe, stored: torch.dtype) -> dict[str, RoundedLayer]:
+    """Round to floats of 8 or 4 bits.
+
+    vLLM joins these layers, and has one divisor of nvfp4 for them: with several it would compute wrong weights.
+    """
+    most = max(float(weight.detach().abs().max()) for weight in weights.values())
+    return {name: _one_as_floats(weight, recipe, stored, most) for name, weight in weights.items()}
+
+
+def _float_grid(weight: Tensor, recipe: Recipe, layers: Sequence[RoundedLayer], size: int) -> Grid:
+    """The numbers of these layers' format with their scales, for `weight (1, out, in)` of all."""
+    scales = [layer.packed.scale_numbers() for layer in layers if isinstance(layer.packed, FloatWeight)]
+    scale, group = torch.cat(scales).to(weight), PerGroup(1, size)
+    index = torch.arange(scale.numel(), device=weight.device).view_as(scale).repeat_interleave(size, 1)[None]
+    is_wide = recipe.float_kind == "fp8"
+    spec = TensorSpec(8, True, PerChannel(0), format="float8") if is_wide else Float4Spec(4, True, group)
+    flat = scale.flatten()
+    return Grid(flat, torch.zeros_like(flat), index, spec)
+
+
+def _one_as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype, most: float) -> RoundedLayer:
     kind = recipe.float_kind
     assert kind is not None
     W, searches = weight.detach().float(), recipe.scale_search != "none"
-    floats, plain = (round_to_floats(weight, kind, search=search, stored=stored) for search in (searches, False))
+    floats, plain = (
+        round_to_floats(weight, kind, search=search, stored=stored, most=most) for search in (searches, False)
+    )
     errors = [(one.dequantize(torch.float32).to(W) - W).square().sum() / W.square().sum() for one in (floats, plain)]
     return RoundedLayer(floats, *map(float, errors))
 
@@ -168,14 +204,15 @@ def smallest_scale(stored: torch.dtype) -> float:
 
 
 def _rounding(recipe: Recipe) -> Rounding:
+    is_float = recipe.float_kind is not None  # their scales are chosen before
     return Rounding(
         act_order=recipe.act_order,
         damping=recipe.damping,
         block_size=32,  # the fastest for layers of 512 to 1408 columns on a CPU; it does not change the method
-        scale_search=recipe.scale_search,
+        scale_search="none" if is_float else recipe.scale_search,
         smallest_factor=_SMALLEST_FACTOR.get(recipe.bits, 0.5),
         sweeps=recipe.sweeps,
-        refit=recipe.refit,
+        refit=recipe.refit and not is_float,
         zero_point_shift=1 if recipe.bits < 8 else 0,
     )
 

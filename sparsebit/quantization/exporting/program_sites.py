@@ -13,7 +13,8 @@ from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.execution.batches import Call
-from sparsebit.quantization.calibrating.model_state import evaluating, switched_on
+from sparsebit.graph.state.modes import evaluating
+from sparsebit.quantization.calibrating.model_state import switched_on
 from sparsebit.quantization.exporting.export_checks import feeds_of
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.exporting.stored_parameters import simulated_codes

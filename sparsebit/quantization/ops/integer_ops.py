@@ -99,7 +99,7 @@ class IntegerAdd(IntegerKernel):
 class IntegerProduct(IntegerAdd):
     """A quantized product of two quantized tensors in the graph: a gate of squeeze and excitation."""
 
-    KERNEL = staticmethod(integer_kernels.multiply)
+    KERNEL: ClassVar[Callable[..., Tensor]] = staticmethod(integer_kernels.multiply)
 
     def has_kernel(self, left: Tensor, right: Tensor) -> bool:
         return left.dtype == right.dtype

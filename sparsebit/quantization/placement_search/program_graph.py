@@ -12,7 +12,8 @@ from sparsebit.deploy.programs.flat_program import flat_program
 from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.execution.batches import Call
-from sparsebit.quantization.calibrating.model_state import evaluating, switched, switched_on
+from sparsebit.graph.state.modes import evaluating
+from sparsebit.quantization.calibrating.model_state import switched, switched_on
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph

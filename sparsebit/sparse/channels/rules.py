@@ -86,15 +86,9 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
     is_used: set[tuple[int, int]] = set()
     for place, output in enumerate(call.outputs):
         for dim in range(output.dim()):
-            size, back = output.shape[dim], output.dim() - dim
-            taking = [
-                (number, tensor.dim() - back)
-                for number, tensor in enumerate(inputs)
-                if tensor.dim() >= back
-                and tensor.shape[tensor.dim() - back] == size
-                and (size > 1 or call.axes_of(tensor)[tensor.dim() - back] is not None)
-                and (is_pointwise or tensor.dim() == output.dim())
-            ]
+            taking = _aligned(call, inputs, output, dim)
+            if not is_pointwise:
+                taking = [(number, axis) for number, axis in taking if inputs[number].dim() == output.dim()]
             found = [call.axes_of(inputs[number])[axis] for number, axis in taking]
             if call.name.endswith("_") and taking and taking[0][0] == 0 and is_free(found[0]):
                 found[0] = None  # values written into a constant have its size
@@ -103,12 +97,23 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
             if not is_pointwise and not stays_apart(call, [inputs[number] for number, _ in taking], place, dim):
                 continue
             is_used.update(taking)
-            results[place][dim] = shared(sets, found, size, call)
+            results[place][dim] = shared(sets, found, output.shape[dim], call)
     for number, tensor in enumerate(inputs):
         for axis, labels in enumerate(call.axes_of(tensor)):
             if labels is not None and (number, axis) not in is_used:
                 sets.pin(labels, f"{call.described()} mixes them")
     return [tuple(entry) for entry in results]
+
+
+def _aligned(call: Call, inputs: list[Tensor], output: Tensor, dim: int) -> list[tuple[int, int]]:
+    """The inputs that have the same size in this dimension of an output, by their numbers, and their dimensions."""
+    size, back = output.shape[dim], output.dim() - dim
+    found = [(number, tensor.dim() - back) for number, tensor in enumerate(inputs) if tensor.dim() >= back]
+    return [
+        (number, axis)
+        for number, axis in found
+        if inputs[number].shape[axis] == size and (size > 1 or call.axes_of(inputs[number])[axis] is not None)
+    ]
 
 
 def stays_apart(call: Call, sliced: list[Tensor], place: int, dim: int) -> bool:

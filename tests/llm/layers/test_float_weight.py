@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,14 @@ def test_global_scales_of_experts_are_refused(tmp_path: Path) -> None:
     source = saved(tiny_model("mixtral", num_hidden_layers=1), tmp_path / "model")
     with pytest.raises(ConfigError, match="global scales of experts"):
         quantize(source, tmp_path / "packed", Recipe("nvfp4"))
+
+
+def test_layers_that_servers_join_share_the_divisor(tmp_path: Path) -> None:
+    """VLLM takes the largest divisor of q, k and v for all three."""
+    pytest.importorskip("compressed_tensors")
+    model = tiny_model(num_hidden_layers=1)
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 5] = 9.0
+    made = quantize(saved(model, tmp_path / "model"), tmp_path / "packed", Recipe("nvfp4"))
+    attention: Any = load(made.folder).get_submodule("model.layers.0.self_attn")
+    divisors = [float(getattr(attention, f"{name}_proj").divisor) for name in "qkvo"]
+    assert divisors[0] == divisors[1] == divisors[2] < divisors[3]

@@ -27,6 +27,7 @@ RECIPES = {
     "mxfp4, mxfp4 inputs": Recipe("mxfp4", activations="mxfp4"),
     "int4, fp8 inputs": Recipe("rtn", 4, 32, True, "none", activations="fp8"),
     "int4 gptq, constant fp8 inputs": Recipe("gptq", 4, 32, True, activations="fp8-static"),
+    "nvfp4 by gptq, nvfp4 inputs": Recipe("nvfp4", activations="nvfp4", compensate=True),
     "int4 rotated, int8 inputs": Recipe("rtn", 4, 32, True, "none", rotate=True, activations="int8"),
 }
 
@@ -99,15 +100,40 @@ def test_ranges_by_hand(tmp_path: Path) -> None:
     [
         ({"method": "rtn", "activations": "int8"}, "without zero points are needed"),
         ({"method": "rtn", "bits": 8, "symmetric": True, "activations": "int8"}, "group_size=0"),
+        ({"bits": 8, "symmetric": True, "group_size": 0, "activations": "fp8"}, "give method='fp8'"),
         ({"method": "rtn", "activations": "nvfp4"}, "give method='nvfp4'"),
         ({"method": "nvfp4", "activations": "fp8"}, "allowed: float or nvfp4"),
         ({"method": "fp8", "activations": "float"}, "allowed: fp8 or fp8-static"),
         ({"smooth": True}, "with rounded activations"),
+        ({"compensate": True}, "it is for fp8, mxfp4 and nvfp4"),
+        ({"method": "mxfp4", "sweeps": 3}, "sweeps with method='mxfp4'"),
     ],
 )
 def test_recipes_that_no_server_runs(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Recipe(**given)
+
+
+def test_transposed_layers(tmp_path: Path) -> None:
+    """GPT-2 has `Conv1D` layers; the check compares weights, since only Sparsebit reads them packed."""
+    model = tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4, n_positions=128)
+    folder = with_tokenizer(saved(model, tmp_path / "model"))
+    made = quantize(folder, tmp_path / "made", RECIPES["int8, int8 inputs"])
+    layers = [part for part in load(made.folder).modules() if isinstance(part, QuantLinear)]
+    assert len(layers) == 12 and all(layer.inputs is not None for layer in layers)
+
+
+def test_with_a_packed_cache(tmp_path: Path) -> None:
+    folder, calibration = source(tmp_path)
+    recipe = Recipe("rtn", 8, 0, True, "none", activations="int8-static", kv_cache="fp8")
+    made = quantize(folder, tmp_path / "made", recipe, calibration)
+    assert made.check is not None and made.check.difference < 1e-3
+
+
+def test_codes_in_bytes_are_counted_so(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path)
+    made = quantize(folder, tmp_path / "made", RECIPES["int4, int8 inputs"])
+    assert made.bits_per_weight == 8.5  # and a float16 scale for 32 columns
 
 
 def test_text_is_needed(tmp_path: Path) -> None:

@@ -132,3 +132,23 @@ def test_layers_that_are_rounded_together_are_as_if_alone(recipe: Recipe) -> Non
         assert together[name].error == pytest.approx(own.error, rel=0.01)
         assert together[name].nearest_error == pytest.approx(own.nearest_error, rel=1e-4)
     assert corrected.num_rows == (400 if recipe.method == "fp8" else 0) and moments.num_rows == 400
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "nvfp4"])
+def test_gptq_on_floats(kind: Any) -> None:
+    """The scales are those of rounding to nearest, and the error of the output is far smaller."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(rows, 128, generator=generator) / 50 for name, rows in (("a", 48), ("b", 16))}
+    mixing = torch.eye(128) + torch.randn(128, 128, generator=generator) / 15
+    x = torch.randn(2048, 128, generator=generator) @ mixing
+    moments = InputMoments()
+    moments.add(x)
+    errors, scales = [], []
+    for compensate in (False, True):
+        found = round_weights(weights, moments, Recipe(kind, compensate=compensate), stored=torch.float16)
+        exact = {name: x @ (found[name].packed.dequantize(torch.float32) - weights[name]).t() for name in weights}
+        errors.append([float(exact[name].square().sum() / (x @ weights[name].t()).square().sum()) for name in weights])
+        scales.append([found[name].packed.scales for name in weights])
+    assert [found[name].error for name in weights] == pytest.approx(errors[1], rel=1e-3)
+    assert all(map(torch.equal, *scales))
+    assert all(after < 0.8 * before for before, after in zip(*errors, strict=True))

@@ -11,7 +11,7 @@ import torch
 from sparsebit.errors import ConfigError
 from sparsebit.llm import Recipe, load, load_streamed, quantize
 from sparsebit.llm.converting.load_check import relative_difference
-from sparsebit.llm.models.architectures import LANGUAGE_PARTS
+from sparsebit.llm.models.architectures import LANGUAGE_PARTS, known_row
 from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.tiny_models import saved, tiny_model
 from tests.llm.tiny_vision_models import TYPES, batches, tiny_vision_model
@@ -49,6 +49,11 @@ def test_written_and_read(tmp_path: Path, model_type: str) -> None:
 _LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
+def test_layers_that_read_one_input_are_known(tmp_path: Path) -> None:
+    row = known_row(tiny_vision_model("smolvlm"))
+    assert row is not None and row.stages is not None and len(row.stages) == 4
+
+
 def test_images_count(tmp_path: Path) -> None:
     """Calibrated with other images, the scales of inputs are others."""
     folder, given = saved(tiny_vision_model("llava"), tmp_path / "model"), batches("llava")
@@ -82,6 +87,8 @@ def test_unknown_types_are_refused_by_name(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"model_type": "llava"', '"model_type": "vipllava"'))
     with pytest.raises(ConfigError, match=r"'vipllava' reads images.*allowed: qwen2_5_vl, llava"):
         quantize(folder, tmp_path / "made", W4A8, batches("llava"))
+    model.config.model_type = "vipllava"
+    assert known_row(model) is None  # loading needs no row
 
 
 @pytest.mark.parametrize(

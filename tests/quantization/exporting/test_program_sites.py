@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sparsebit.deploy.programs.site_outputs import SiteGrid
 from sparsebit.deploy.programs.to_program import to_program
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.numerics import xnnpack_kernels
-from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from sparsebit.quantization.exporting.program_sites import program_differences
 from tests.quantization.tiny import Residual, calibrated, qconfig

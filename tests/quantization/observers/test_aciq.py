@@ -11,12 +11,7 @@ from sparsebit.quantization.observers.aciq import aciq_range as aciq_range_by
 from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.mse import mse_range
-
-
-def histogram_of(x: Tensor) -> Histogram:
-    histogram = Histogram()
-    histogram.update(x if x.ndim == 2 else x.view(1, -1))
-    return histogram
+from tests.quantization.observers.histograms import histogram_of
 
 
 def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str) -> tuple[Tensor, Tensor]:

@@ -9,18 +9,12 @@ from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import distortion as distortion_module
 from sparsebit.quantization.observers.distortion import HistogramDistortion, SampleDistortion
-from sparsebit.quantization.observers.histogram import Histogram
+from tests.quantization.observers.histograms import histogram_of
 
 
 def data(kind: str, num_rows: int = 1, n: int = 40_000) -> Tensor:
     rows = torch.randn(num_rows, n, generator=torch.Generator().manual_seed(0))
     return {"gauss": rows, "relu": rows.relu(), "negative": -rows.abs(), "heavy": rows**3 + 0.3}[kind]
-
-
-def histogram_of(rows: Tensor) -> Histogram:
-    histogram = Histogram()
-    histogram.update(rows)
-    return histogram
 
 
 def candidates(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,10 @@ from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.histogram import CHUNK, NUM_OCTAVES, Histogram
 from sparsebit.quantization.observers.ranges import PercentileOptions
+from tests.quantization.observers.histograms import histogram_of
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
 PER_CHANNEL = PER_TENSOR.replace(granularity=PerChannel(0))
-
-
-def histogram_of(*parts: Tensor) -> Histogram:
-    histogram = Histogram()
-    for part in parts:
-        histogram.update(part)
-    return histogram
 
 
 def assert_same(one: Histogram, other: Histogram) -> None:

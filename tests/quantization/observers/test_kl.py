@@ -12,12 +12,7 @@ from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.kl import kl_divergence
 from sparsebit.quantization.observers.kl import kl_range as kl_range_by
-
-
-def histogram_of(x: Tensor) -> Histogram:
-    histogram = Histogram()
-    histogram.update(x if x.ndim == 2 else x.view(1, -1))
-    return histogram
+from tests.quantization.observers.histograms import histogram_of
 
 
 def kl_range(histogram: Histogram, spec: TensorSpec) -> tuple[Tensor, Tensor]:

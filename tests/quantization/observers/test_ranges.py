@@ -7,22 +7,16 @@ from torch import nn
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.observers import build_observer
-from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.ranges import (
     MovingAverageOptions,
     PercentileOptions,
     magnitude_beyond,
     percentile_range,
 )
+from tests.quantization.observers.histograms import histogram_of
 from tests.quantization.tiny import qconfig
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
-
-
-def histogram_of(rows: torch.Tensor) -> Histogram:
-    histogram = Histogram()
-    histogram.update(rows)
-    return histogram
 
 
 def test_minmax_takes_the_extremes_of_all_batches_per_channel() -> None:

@@ -16,7 +16,7 @@ from sparsebit.graph.ops.op_table import QMODULE_MAP
 from sparsebit.quantization import QuantModel, QuantOpr, parse_qconfig
 from sparsebit.quantization.planning.float_reasons import HIDDEN
 from sparsebit.quantization.planning.writes import IN_PLACE
-from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
+from tests.quantization.tiny import Block, ConvBnRelu, Residual, Tied, calibrated, qconfig, site, sites
 
 
 def placed(model: nn.Module, changes: dict[str, Any] | None = None, backend: str = "virtual") -> set[str]:
@@ -146,15 +146,6 @@ class TestSharing:
         assert len([name for name in sites(qmodel) if "weight" in name]) == 1
 
     def test_tied_weights_are_quantized_each_in_its_place(self) -> None:
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embed, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
-                self.head.weight = self.embed.weight
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return self.head(self.embed(ids))
-
         model, ids = Tied(), torch.arange(12).reshape(2, 6)
         qmodel = calibrated(model, [ids])
         assert sites(qmodel) == {"embed.weight", "head.input", "head.weight"}

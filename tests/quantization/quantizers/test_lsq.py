@@ -7,19 +7,12 @@ from torch import nn
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import build_quantizer
-from tests.quantization.tiny import simulated
+from tests.quantization.tiny import simulated, switched_on
 
 
 def lsq(kind: str = "lsq", *, symmetric: bool = False, channels: int = 1) -> Quantizer:
     spec = TensorSpec(4, symmetric, PerTensor() if channels == 1 else PerChannel(0))
     return build_quantizer(kind, spec, "weight", name="w", num_scales=channels)
-
-
-def calibrated(quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
-    quantizer.update_observer(x)
-    quantizer.calc_qparams()
-    quantizer.enable_quant()
-    return quantizer
 
 
 @pytest.mark.parametrize(("kind", "symmetric", "learned"), [
@@ -31,12 +24,12 @@ def test_learned_numbers_are_parameters_from_construction(kind: str, symmetric: 
     assert {name for name, _ in quantizer.named_parameters()} == learned
     assert all(isinstance(p, nn.Parameter) and p.shape == (3,) for p in quantizer.parameters())
     before = {name: id(parameter) for name, parameter in quantizer.named_parameters()}
-    calibrated(quantizer, torch.randn(3, 20))
+    switched_on(quantizer, torch.randn(3, 20))
     assert {name: id(parameter) for name, parameter in quantizer.named_parameters()} == before
 
 
 def test_the_gradient_of_the_scale() -> None:
-    quantizer = calibrated(lsq(symmetric=True), torch.tensor([-8.0, 7.0]))
+    quantizer = switched_on(lsq(symmetric=True), torch.tensor([-8.0, 7.0]))
     x = torch.tensor([0.3, 2.6, 100.0, -100.0])
     quantizer(x).sum().backward()
     # inside: round(v) - v; outside: the end of the grid; times 1/sqrt(N * qmax)
@@ -46,7 +39,7 @@ def test_the_gradient_of_the_scale() -> None:
 
 @pytest.mark.parametrize("kind", ["lsq", "lsq+"])
 def test_a_scale_across_zero_keeps_computing(kind: str) -> None:
-    quantizer = calibrated(lsq(kind), torch.randn(50))
+    quantizer = switched_on(lsq(kind), torch.randn(50))
     x = torch.randn(9)
     before = quantizer(x)
     with torch.no_grad():
@@ -56,7 +49,7 @@ def test_a_scale_across_zero_keeps_computing(kind: str) -> None:
 
 
 def test_a_zero_point_that_walks_off_the_grid_is_held() -> None:
-    quantizer = calibrated(lsq("lsq+"), torch.randn(50))
+    quantizer = switched_on(lsq("lsq+"), torch.randn(50))
     with torch.no_grad():
         quantizer.zero_point.fill_(99.0)
     x = torch.randn(9)

@@ -23,7 +23,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.saving import checkpoint
-from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
+from tests.quantization.tiny import Opaque, Residual, Tied, TwoLayers, calibrated, qconfig, run, site, sites
 
 CONFIGS = {
     "uniform": {},
@@ -99,15 +99,6 @@ class TestRoundTrip:
             assert "mul.input.1 never saw" in str(other.coverage)
 
     def test_tied_weights_are_stored_once_and_tied_again(self, tmp_path: Path) -> None:
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embed, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
-                self.head.weight = self.embed.weight
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return self.head(self.embed(ids))
-
         ids = torch.arange(12).reshape(2, 6)
         qmodel = calibrated(Tied(), [ids])
         folder = qmodel.save(tmp_path / "saved")

@@ -11,6 +11,7 @@ import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel, equalize, gptq, smooth
 from tests.parameters import first_fast
+from tests.quantization.algorithms.rescaling.measures import error, float_difference
 
 PER_TENSOR = (
     "{BACKEND: virtual, DEVICE: cpu, W: {QSCHEME: per-tensor-symmetric, QUANTIZER: {BIT: 8}}, "
@@ -50,19 +51,6 @@ def depthwise_net(activation=nn.ReLU):
 def batches():
     torch.manual_seed(1)
     return list(torch.randn(3, 8, 3, 8, 8))
-
-
-def error(qmodel, model, batches):
-    with torch.no_grad():
-        return float(sum((qmodel(x) - model(x)).square().mean() / model(x).square().mean() for x in batches))
-
-
-def float_difference(qmodel, model, batches):
-    qmodel.set_quant(False, False)
-    with torch.no_grad():
-        found = max(float((qmodel(x) - model(x)).abs().max() / model(x).abs().max()) for x in batches)
-    qmodel.set_quant(True, True)
-    return found
 
 
 def test_uneven_channels_are_made_even_and_the_float_model_stays(batches):

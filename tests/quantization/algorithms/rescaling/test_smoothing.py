@@ -12,6 +12,7 @@ from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, gptq, smooth
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import FloatRuns
 from sparsebit.quantization.algorithms.rescaling.smoothing import _Samples
+from tests.quantization.algorithms.rescaling.measures import error, float_difference
 
 CONFIG = (
     "{BACKEND: virtual, DEVICE: cpu, W: {QSCHEME: per-channel-symmetric, QUANTIZER: {BIT: 8}}, "
@@ -61,19 +62,6 @@ def net(is_first=True, norm=nn.LayerNorm):
 def batches():
     torch.manual_seed(1)
     return list(torch.randn(3, 4, 6, 16))
-
-
-def error(qmodel, model, batches):
-    with torch.no_grad():
-        return float(sum((qmodel(x) - model(x)).square().mean() / model(x).square().mean() for x in batches))
-
-
-def float_difference(qmodel, model, batches):
-    qmodel.set_quant(False, False)
-    with torch.no_grad():
-        found = max(float((qmodel(x) - model(x)).abs().max() / model(x).abs().max()) for x in batches)
-    qmodel.set_quant(True, True)
-    return found
 
 
 @pytest.mark.sample(2)
