@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 (the import defines the operators)
 
 _OPS = torch.ops.quantized_decomposed
 _PER_CHANNEL = _OPS.dequantize_per_channel.default
