@@ -58,7 +58,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "sparsebit.llm": {
         "quantizing language models": "quantize Recipe recipe_for Calibration QuantizedModel convert ConvertedModel "
-        "BitAllocation LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
+        "BitAllocation LayerBits EndToEnd LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
         "packed language models": "load load_streamed stream_usage StreamUsage QuantLinear PackedWeight FloatLinear "
         "FloatWeight kernel_paths probe_cpu CpuProbe resident_bytes cache_bytes compiled_settings",
         "adapters of language models": "finetune Tuning FinetunedModel merge MergedModel add_adapter load_adapter",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sparsebit.llm.models.calibration_text import calibration_tokens, token_stream, windows
     from sparsebit.llm.models.input_scaling import ScaledInput
     from sparsebit.llm.quantizing.bit_allocation import BitAllocation, LayerBits
+    from sparsebit.llm.quantizing.end_to_end import EndToEnd
     from sparsebit.llm.quantizing.quantization_run import ExpertCalibration
     from sparsebit.llm.quantizing.quantize_folder import QuantizedModel, quantize
     from sparsebit.llm.recipe import Calibration, Recipe
@@ -41,6 +42,7 @@ __all__ = [
     "Calibration",
     "ConvertedModel",
     "CpuProbe",
+    "EndToEnd",
     "ExpertCalibration",
     "FinetunedModel",
     "FloatLinear",
@@ -96,6 +98,7 @@ _MODULES = {
     "models.calibration_text": "calibration_tokens token_stream windows",
     "models.input_scaling": "ScaledInput",
     "quantizing.bit_allocation": "BitAllocation LayerBits",
+    "quantizing.end_to_end": "EndToEnd",
     "quantizing.quantization_run": "ExpertCalibration",
     "quantizing.quantize_folder": "QuantizedModel quantize",
     "recipe": "Calibration Recipe",

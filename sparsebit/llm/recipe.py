@@ -19,11 +19,14 @@ from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
 from sparsebit.llm.layers.input_kinds import ACTIVATIONS, SCHEMES, Activations, InputFormat
 from sparsebit.option_fields import check_options, option
 
-Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
+Method = Literal["rtn", "gptq", "awq", "autoround", "efficientqat", "fp8", "mxfp4", "nvfp4"]
 ScaleSearch = Literal["none", "nearest", "gptq"]
 CacheScales = Literal["head", "layer"]
+Sensitivity = Literal["fisher", "gradient"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
+# Methods that begin with GPTQ, and those that learn codes block by block.
+_WITH_GPTQ, _LEARNING = ("gptq", "efficientqat"), ("autoround", "efficientqat")
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
 _OF_COMPENSATE = tuple(name for name in _OF_GPTQ if name != "refit")  # scales of floats are not fitted
 _TUNE = "Method"
@@ -59,14 +62,18 @@ class Recipe:
     `scale_search`: scales are multiplied by the factor with the smallest error of the layer's output, judged by
     round-to-nearest ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to
     nearest, after channels with large inputs were scaled up, if that can be folded exactly. `"autoround"`: rounding
-    and ranges are learned from there. "fp8", "mxfp4", "nvfp4": weights become floats of 8 or 4 bits; the format fixes
+    and ranges are learned from there. "efficientqat": latent weights, scales and zero points are learned from the
+    codes of GPTQ. "fp8", "mxfp4", "nvfp4": weights become floats of 8 or 4 bits; the format fixes
     bits and groups, and scales are searched for the smallest error of the weights, without text; fp8 layers also round
     their inputs, with a scale for each token.
 
-    For `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that
-    files need no order); `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the
-    codes in closed form; `sweeps`, how often codes are improved one by one afterwards; `input_correction`, how much of
-    the difference between quantized and float inputs the weight compensates for.
+    For `gptq` and `efficientqat`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring
+    columns, so that files need no order); `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales
+    fitted to the codes in closed form; `sweeps`, how often codes are improved one by one afterwards;
+    `input_correction`, how much of the difference between quantized and float inputs the weight compensates for.
+
+    `end_to_end`: steps of a training of all blocks together, after the last one was quantized: codes, scales and zero
+    points learn the predictions of the float model. Held-out windows of the text decide what is kept.
 
     `rotate`: hidden states are multiplied by Hadamard matrices on blocks as large as a group, folded into the weights;
     a model whose blocks then do not compute the same is an error.
@@ -86,7 +93,7 @@ class Recipe:
     """
 
     method: Method = option(
-        "gptq", "rtn, gptq, awq, autoround, fp8, mxfp4 or nvfp4.", choices=METHODS, metavar="METHOD"
+        "gptq", "rtn, gptq, awq, autoround, efficientqat, fp8, mxfp4 or nvfp4.", choices=METHODS, metavar="METHOD"
     )
     bits: int = option(4, "Bits of a weight.", choices=BITS)
     group_size: int = option(
@@ -106,10 +113,25 @@ class Recipe:
     input_correction: float = option(
         1.0, "gptq: how much of the error of earlier layers the weight takes up.", least=0.0, most=1.0, panel=_TUNE
     )
-    steps: int = option(200, "autoround: of learning, for each block.", least=1, usual="200 is usual", panel=_TUNE)
+    steps: int = option(
+        200, "autoround, efficientqat: of learning, for each block.", least=1, usual="200 is usual", panel=_TUNE
+    )
+    end_to_end: int = option(
+        0,
+        "Steps of training all blocks together on the float model's predictions, after the last block.",
+        least=0,
+        usual="0: none, 500 is usual",
+        panel=_TUNE,
+    )
     rotate: bool = option(False, "Rotate hidden states by Hadamard blocks of a group, folded into weights.")
     candidate_bits: tuple[int, ...] = option((), "Mixed bits: each layer gets one of these.", metavar="N,N,...")
     average_bits: float | None = option(None, "Mixed bits: at most so many in the mean, scales not counted.")
+    sensitivity: Sensitivity = option(
+        "fisher",
+        "Mixed bits: how the cost of bits is estimated: fisher, gradient.",
+        choices=get_args(Sensitivity),
+        panel=_TUNE,
+    )
     kv_cache: Literal["float"] | CacheKind = option(
         "float",
         "Keys and values in the cache: float, int8, fp8, int4.",
@@ -129,7 +151,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_options(self)
         changed = {item.name for item in fields(self) if getattr(self, item.name) != item.default}
-        allowed = _OF_GPTQ if self.method == "gptq" else _OF_COMPENSATE if self.compensate else ()
+        allowed = _OF_GPTQ if self.method in _WITH_GPTQ else _OF_COMPENSATE if self.compensate else ()
         of_gptq = [name for name in _OF_GPTQ if name in changed and name not in allowed]
         own = [name for name in ("bits", "group_size", "candidate_bits") if name in changed and self.float_kind]
         given, candidates = f"method={self.method!r}", set(self.candidate_bits)
@@ -138,15 +160,17 @@ class Recipe:
         is_known = len(candidates) > 1 and candidates <= set(BITS)
         low, high = min(candidates, default=0), max(candidates, default=0)
         is_within = self.average_bits is not None and low <= self.average_bits <= high
-        searches = self.scale_search == "gptq" and self.method != "gptq"
+        searches = self.scale_search == "gptq" and not self.uses_gptq
         known, cache = ", ".join(map(str, BITS)), f"kv_cache={self.kv_cache!r}"
         for is_wrong, text in (
             (self.rotate and not self.columns_in_group, "rotate=True: allowed: with groups; give a group_size of 128"),
             (asks_mixed and not is_known, f"{wish}: give two or more different candidates of {known}"),
             (asks_mixed and self.bits != 4, f"bits={self.bits} with {wish}: with candidates, leave bits out"),
             (asks_mixed and not is_within, f"{wish}: give an average from {low} to {high}"),
+            ("sensitivity" in changed and not asks_mixed, f"sensitivity={self.sensitivity!r}: it is for mixed bits"),
             (own, f"{', '.join(own)} with {given}: the format has its own bits and groups; leave them out"),
-            ("steps" in changed and self.method != "autoround", f"steps with {given}: these are of autoround"),
+            (self.end_to_end and self.float_kind, f"end_to_end={self.end_to_end} with {given}: for whole numbers only"),
+            ("steps" in changed and not self.learns, f"steps with {given}: these are of {' and '.join(_LEARNING)}"),
             (of_gptq, f"{', '.join(of_gptq)} with {given}: these are options of gptq; leave them out"),
             ("kv_scales" in changed and not self.calibrates_cache, f"kv_scales with {cache}: it is for int8 and fp8"),
             (self._input_problem(), f"activations={self.activations!r} with {given}: {self._input_problem()}"),
@@ -198,7 +222,7 @@ class Recipe:
 
     def with_bits(self, bits: int) -> Recipe:
         """The recipe of a layer with this many bits."""
-        return replace(self, bits=bits, candidate_bits=(), average_bits=None)
+        return replace(self, bits=bits, candidate_bits=(), average_bits=None, sensitivity="fisher")
 
     def without_text(self) -> Recipe:
         """The recipe of a layer without enough text: nearest, with the smallest error of the weights."""
@@ -219,17 +243,23 @@ class Recipe:
         return self.compensate if self.float_kind is not None else searches
 
     @property
-    def uses_gptq(self) -> bool:
-        return self.method == "gptq" or self.compensate
-
-    @property
     def calibrates_cache(self) -> bool:
         """Whether the scales of the cache come from calibration text."""
         return self.kv_cache in CALIBRATED
 
     @property
+    def learns(self) -> bool:
+        """Whether codes are learned block by block."""
+        return self.method in _LEARNING
+
+    @property
+    def uses_gptq(self) -> bool:
+        """Whether GPTQ finds the codes, or those that learning begins with."""
+        return self.method in _WITH_GPTQ or self.compensate
+
+    @property
     def needs_float_inputs(self) -> bool:
-        return self.method == "autoround" or (self.uses_gptq and self.input_correction > 0)
+        return self.learns or (self.uses_gptq and self.input_correction > 0)
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
         """The group size of a layer with this many columns; a size that does not divide them is an error."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, ScaledInput
+    from sparsebit.llm import BitAllocation, EndToEnd, ExpertCalibration, QuantizedModel, ScaledInput
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -179,6 +179,7 @@ def _record(made: QuantizedModel) -> dict[str, Any]:
         "experts": {name: asdict(expert) for name, expert in made.experts.items()},
         "calibration_windows": dict(made.calibration_windows),
         "scaled_inputs": {name: asdict(scaled) for name, scaled in made.scaled_inputs.items()},
+        "end_to_end": None if made.end_to_end is None else asdict(made.end_to_end),
         "allocation": None if made.allocation is None else json.loads(made.allocation.to_json()),
     }
 
@@ -195,6 +196,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
         "experts": _experts(made.experts),
         "scaled inputs": _scaled(made.scaled_inputs),
         "calibration": _calibrated(made.calibration_windows),
+        "end to end": _trained(made.end_to_end),
         "cache": "" if made.recipe.kv_cache == "float" else f"keys and values in {made.recipe.kv_cache}",
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
         "time": f"{made.seconds:.0f} s",
@@ -215,6 +217,15 @@ def _calibrated(windows: Mapping[str, int]) -> str:
     each = ", ".join(f"{count} of {name}" for name, count in windows.items())
     kinds = f"{len(windows)} kinds of text" if len(windows) > 1 else "one kind of text"
     return f"{sum(windows.values())} windows, {kinds}: {each}"
+
+
+def _trained(found: EndToEnd | None) -> str:
+    """The gain of the training end to end."""
+    if found is None:
+        return ""
+    change = f"divergence from the float model {found.before:.3f} to {found.after:.3f} nats"
+    kept = f"after {found.kept_step} of {found.steps} steps" if found.kept_step else "not kept, after training"
+    return f"{change} on {found.num_held} held-out windows, {kept} on {found.num_windows} others"
 
 
 def _next(target: str, made: QuantizedModel) -> str:

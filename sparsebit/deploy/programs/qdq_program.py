@@ -39,13 +39,14 @@ MOVES = frozenset(
 
 def lower_program(module: fx.GraphModule) -> None:
     """Replace every fake-quant node, in place."""
+    constants = _constants(module.graph)
     for node in [node for node in module.graph.nodes if node.op == "call_function"]:
         if node.target is float8.OPERATOR:
             raise DeploymentError(
                 f"{node.args[-1]}: 8-bit floats have no form in a program; use W.QUANTIZER.TYPE: uniform"
             )
         if node.target is OPERATOR:
-            _Lowering(module, node).replace()
+            _Lowering(module, node, constants).replace()
     _forget_unused(module)
 
 
@@ -105,8 +106,8 @@ def _is_quantized(node: fx.Node) -> bool:
 class _Lowering:
     """One fake-quant node of the module."""
 
-    def __init__(self, module: fx.GraphModule, node: fx.Node) -> None:
-        self.module, self.node, self.graph = module, node, module.graph
+    def __init__(self, module: fx.GraphModule, node: fx.Node, constants: set[fx.Node]) -> None:
+        self.module, self.node, self.graph, self.constants = module, node, module.graph, constants
         arguments: Any = node.args
         self.x, scale, zero_point, self.axis, self.group, self.qmin, self.qmax, _, tag = arguments
         self.scale, self.zero_point = (_constant(module, one).float() for one in (scale, zero_point))
@@ -122,7 +123,7 @@ class _Lowering:
             raise DeploymentError(
                 f"{self.name}: groups of {self.group} numbers have no form in this program; use a per-channel QSCHEME"
             )
-        value = _value_of(self.module, self.x)
+        value = _value_of(self.module, self.x) if self.x in self.constants else None
         with self.graph.inserting_before(self.node):
             if self.qmin < _BIAS_MIN:
                 assert value is not None, self.name
@@ -132,6 +133,8 @@ class _Lowering:
                 if value is None:
                     codes.meta[SITE] = self.name, self.zero_point
                 found = self._call("dequantize", codes)
+        if value is not None:
+            self.constants.add(found)
         self.node.replace_all_uses_with(found)
         self.graph.erase_node(self.node)
 
@@ -163,6 +166,16 @@ def _constant(module: fx.GraphModule, node: Any) -> Tensor:
     value = _value_of(module, node)
     assert value is not None, f"{node} is no constant: quantizers_as_constants makes it one"
     return value
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on no input, found in one pass: a residual network has more paths than can be followed."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_made = node.op == "call_function" and bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or is_made:
+            found.add(node)
+    return found
 
 
 def _value_of(module: fx.GraphModule, node: Any) -> Tensor | None:

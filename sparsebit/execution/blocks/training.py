@@ -145,6 +145,29 @@ def train_block(
 
 
 @torch.no_grad()
+def update(
+    groups: Sequence[ParameterGroup],
+    gradients: Sequence[Tensor | None],
+    moments: Sequence[tuple[Tensor, Tensor]],
+    number: int,
+) -> None:
+    """Step `number`, from 0, of an optimizer whose state is kept elsewhere; all in float32.
+
+    `moments`: the means of each parameter's gradients and of their squares. They and the parameters are written to.
+    """
+    optimizer = _Rates(groups, on_device=False).optimizer
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    for parameter, gradient, (mean, square) in zip(parameters, gradients, moments, strict=True):
+        step = torch.tensor(float(number), device=parameter.device)
+        optimizer.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+    optimizer.step()
+    _write(parameters, groups)
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@torch.no_grad()
 def mean_distance(data: BlockData, distance: Distance, extras: BatchValues | None = None) -> float:
     """The distance of the block in its current state, over all batches of all ranks."""
     total, count = 0.0, 0

@@ -79,7 +79,9 @@ def recipe_for(target: str, **given: Any) -> Recipe:
     is_symmetric_only = any(number not in row.zero_points for number in bits)
     conflict = None
     if method in FLOAT_KINDS:
-        conflict = None if method in row.floats else (f"method={method!r}", "use gptq, awq, autoround or rtn")
+        conflict = (
+            None if method in row.floats else (f"method={method!r}", "use gptq, awq, autoround, efficientqat or rtn")
+        )
     elif more:
         stored = [number for number in row.bits if number > more[0]]
         grows = f"it would store them in {min(stored)}; " if stored else ""

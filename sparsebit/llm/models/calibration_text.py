@@ -274,11 +274,12 @@ def draw_windows(
     widest: int,
     seed: int = 0,
     chat_template: bool = False,
+    is_limit: bool = False,
 ) -> DrawnText:
     """Different windows of the texts, drawn at random: as many from each text, as far as it has them.
 
     A folder of 2 to 16 text files counts as that many texts. `num_samples`: None for a number that follows the widest
-    layer, or all windows, if they have `LEAST_TOKENS` or more.
+    layer, or all windows, if they have `LEAST_TOKENS` or more. `is_limit`: fewer are drawn if there are not as many.
     """
     streams: dict[str, Tensor] = {}
     for text in texts:
@@ -290,7 +291,7 @@ def draw_windows(
         fewest = max(sum(available.values()), ceil(LEAST_TOKENS / length))
         wanted = min(default_num_windows(widest, length), fewest)
     shares = even_shares(available, wanted)
-    if sum(shares.values()) < wanted:
+    if sum(shares.values()) < wanted and not is_limit:
         raise too_few_windows(", ".join(map(str, texts)), sum(available.values()), length, wanted)
     drawn = []
     for number, (name, every) in enumerate(kinds.items()):

@@ -23,7 +23,7 @@ from sparsebit.llm.models.architectures import Stages, linears, passes_of
 from sparsebit.llm.models.input_scaling import Fold, ScaledInput, find_fold, scale_readers, scale_source
 from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.quantizing.block_walk import BlockWalk
-from sparsebit.llm.quantizing.learned_rounding import learn_rounding
+from sparsebit.llm.quantizing.learned_rounding import LearnedKind, learn_rounding
 from sparsebit.llm.quantizing.rounding import nearest_values, round_weights
 from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.rounding.awq_math import search_channel_scale
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # would fit the weight to the few tokens, with larger errors on others. Other layers only cause a warning. Measured on
 # a layer of book-llama with 512 columns: GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1
 # token a column, 1.08 with 2, 0.78 with 8.
-TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25}
+TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25, "efficientqat": 3.0}
 
 
 class BlockRounding:
@@ -74,7 +74,7 @@ class BlockRounding:
                 packed, measured = packed | rounded, measured | known
                 for name in stage:
                     put_weight(changed, name, packed[name])
-        if self.recipe.method == "autoround":
+        if self.recipe.learns:
             learned = self._learned(original, changed, packed, tokens, path)
             packed |= learned
             measured |= {name: Measured(measured[name].float_bytes) for name in learned}
@@ -102,7 +102,10 @@ class BlockRounding:
             for name, weight in packed.items()
             if name not in tokens or fallback_of(tokens[name], weight.in_features, self.recipe) is None
         }
-        found = learn_rounding(self.walk, changed, floats.__getitem__, chosen, steps=self.recipe.steps, name=path)
+        kind: LearnedKind = "latent" if self.recipe.uses_gptq else "sign"
+        found = learn_rounding(
+            self.walk, changed, floats.__getitem__, chosen, kind=kind, steps=self.recipe.steps, name=path
+        )
         return dict(found)
 
     def _moments(
@@ -180,7 +183,7 @@ def warn_of_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Rec
         log.warning(
             "%d tokens of text, and layers with %d columns: %s fits weights to these tokens, and errs more on other "
             "text; give %d tokens or more (--num-samples, --length)%s",
-            *(num_tokens, widest, recipe.method, needed, ", or --method rtn" if recipe.method == "gptq" else ""),
+            *(num_tokens, widest, recipe.method, needed, ", or --method rtn" if recipe.uses_gptq else ""),
         )
 
 
@@ -242,7 +245,7 @@ class ChannelScaling:
         if moments is None:
             inputs = self.recipe_of(names[stage[0]]).inputs or SCHEMES["fp8"]
             found = search_smoothing(
-                *(self.walk.some_rows(block, stage[0]).float(), weights, owner, nearest),
+                *(self.walk.some_rows(block, stage[0]).float(), len(self.walk.batches), weights, owner, nearest),
                 lambda x: InputRounding.of_range(inputs, max(float(x.abs().max()), 1e-12)).rounded(x),
             )
         else:

@@ -1,10 +1,11 @@
-"""AutoRound on the blocks of a language model: learns the rounding and ranges of all its layers together.
+"""Learned codes of the blocks of a language model: all layers of a block, and their ranges, learn together.
 
-Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (EMNLP 2024), section 3: an offset for each weight
-decides whether it is rounded up or down, and two factors for each group clip its range; both are moved by the sign of
-the gradient of the block's error. As in the reconstruction of other models, a weight is a `LearnedCodes` of numerics,
-and the training is that of `execution/blocks/training.py`. Inputs come from the preceding quantized blocks, targets
-from the float model.
+AutoRound (`sign`; Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", EMNLP 2024, section 3): an
+offset for each weight decides whether it is rounded up or down, and two factors for each group clip its range; both are
+moved by the sign of the gradient of the block's error. EfficientQAT (`latent`; Chen et al., 2024, section 3.2): a
+latent weight may reach any code, by the gradient itself and Adam. As in the reconstruction of other models, a weight is
+a `LearnedCodes` of numerics, and the training is that of `execution/blocks/training.py`. Inputs come from the preceding
+quantized blocks, targets from the float model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,13 @@ from sparsebit.execution.blocks.distances import squared_error
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.runner import Values
-from sparsebit.execution.blocks.training import BlockTraining, ParameterGroup, mean_distance, train_block
+from sparsebit.execution.blocks.training import (
+    BlockTraining,
+    Decay,
+    ParameterGroup,
+    mean_distance,
+    train_block,
+)
 from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.llm.models.architectures import linears
 from sparsebit.llm.models.calibration_batches import IDS
@@ -30,6 +38,11 @@ from sparsebit.llm.quantizing.rounding import smallest_scale
 from sparsebit.numerics.rounding.learned_codes import LearnedCodes, StartGrid
 
 _NARROWEST = 0.5  # a learned range, as a share of the initial one
+# The same for latent weights, whose range may also grow.
+_NARROWEST_LATENT, _WIDEST = 0.2, 1.5
+# Learning rates of latent weights, in steps of the grid, and of ranges, as shares of the initial ones.
+LATENT_RATES = (2e-3, 3e-4)
+LearnedKind = Literal["sign", "latent"]
 
 
 class LearnedLayer:
@@ -38,18 +51,44 @@ class LearnedLayer:
     `weight (out, in)`: its float values. Shapes inside are `(out, groups, columns)`, of scales `(out, groups, 1)`.
     """
 
-    def __init__(self, weight: Tensor, start: PackedWeight) -> None:
+    def __init__(self, weight: Tensor, start: PackedWeight, kind: LearnedKind = "sign") -> None:
         self.begin, self.shape = start, (start.out_features, start.in_features)
         middle = torch.full_like(start.scales, 1 << start.bits - 1) if start.zeros is None else start.zeros
         scale, zero = (part.to(weight.device, torch.float32)[..., None] for part in (start.scales, middle))
         W = weight.detach().float().reshape(start.out_features, start.scales.shape[1], -1)
         present = start.codes().to(weight.device, torch.float32).view_as(W)
         grid = StartGrid(scale, zero, 0, (1 << start.bits) - 1, start.symmetric)
-        self.learned = LearnedCodes(W, present, grid, "sign", learns_scale=True)
+        self.learned = LearnedCodes(W, present, grid, kind, learns_scale=True)
 
-    def groups(self, lr: float) -> list[ParameterGroup]:
+    def groups(self, steps: int) -> list[ParameterGroup]:
+        """For a training of a block that takes so many steps."""
+        if self.learned.kind == "latent":
+            return self.latent_groups(LATENT_RATES, "cosine")
+        lr = 1 / steps
         ranges = ParameterGroup(tuple(self.learned.factors), lr, "linear", signed=True, lowest=_NARROWEST, highest=1.0)
         return [ParameterGroup((self.learned.v,), lr, "linear", signed=True), ranges]
+
+    def latent_groups(self, rates: tuple[float, float], decay: Decay = "constant") -> list[ParameterGroup]:
+        """For latent weights; `rates`: as `LATENT_RATES`."""
+        factors = tuple(self.learned.factors)
+        ranges = ParameterGroup(factors, rates[1], decay, lowest=_NARROWEST_LATENT, highest=_WIDEST)
+        return [ParameterGroup((self.learned.v,), rates[0], decay), ranges]
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """All that is learned, by names that begin with `name`."""
+        factors = {f"{name}.factor{number}": one for number, one in enumerate(self.learned.factors)}
+        return {f"{name}.v": self.learned.v, **factors}
+
+    def take(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Compute with the tensors of a `state` from now on."""
+        self.learned.v = state[f"{name}.v"].detach().requires_grad_()
+        numbers = range(len(self.learned.factors))
+        self.learned.factors = [state[f"{name}.factor{number}"].detach().requires_grad_() for number in numbers]
+
+    def release(self) -> None:
+        """Free what is learned, until the next `take`."""
+        nothing = torch.empty(0)
+        self.learned.v, self.learned.factors = nothing, [nothing] * len(self.learned.factors)
 
     def weight(self) -> Tensor:
         """The current weight, with straight-through gradients, `(out, in)`."""
@@ -57,11 +96,11 @@ class LearnedLayer:
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
-        """The codes for the stored scales."""
+        """The learned codes, with scales as they are stored."""
         stored = self.begin.scales.dtype
         scale, zero = self.learned.grid()
+        codes = (self.learned.steps(scale, zero) + zero).reshape(self.shape).to(torch.uint8).cpu()
         scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
-        codes = (self.learned.steps(scale.float(), zero) + zero).reshape(self.shape).to(torch.uint8).cpu()
         zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
         return PackedWeight.from_codes(codes, scale[..., 0].cpu(), zeros, self.begin.bits)
 
@@ -92,17 +131,18 @@ def learn_rounding(
     floats: Callable[[str], Tensor],
     packed: Mapping[str, PackedWeight],
     *,
+    kind: LearnedKind,
     steps: int,
     name: str,
 ) -> dict[str, PackedWeight]:
     """Better codes and ranges for the packed layers of the block, if found; `floats(layer)`: its float weight."""
-    layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
+    layers = {layer: LearnedLayer(floats(layer), weight, kind) for layer, weight in packed.items()}
     data = _WalkData(walk, block, name)
     # Half of the samples of a batch of the walk: twice the steps for the same time.
     training = BlockTraining(steps=steps, batch_size=max(len(walk.batches[0][IDS]) // 2, 1))
     before = mean_distance(data, squared_error)
-    with _computing_with(block, layers), torch.enable_grad():
-        groups = [group for layer in layers.values() for group in layer.groups(1 / steps)]
+    with computing_with(block, layers), torch.enable_grad():
+        groups = [group for layer in layers.values() for group in layer.groups(steps)]
         train_block(data, groups, training, distance=squared_error)
     found = {layer: learned.packed() for layer, learned in layers.items()}
     modules = linears(block)
@@ -112,7 +152,7 @@ def learn_rounding(
 
 
 @contextlib.contextmanager
-def _computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
+def computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
     """Inside, the layers of the block compute with the learned weights."""
     modules = linears(block)
     for name, layer in layers.items():

@@ -8,6 +8,7 @@ blocks from the folder; the text goes through them again only if a later block n
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,9 +26,10 @@ from sparsebit.llm.models.calibration_batches import Tokens, as_batches
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
-from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs
+from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs, gradient_costs
 from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, EndToEndTraining, result_part
 from sparsebit.llm.quantizing.rounding import layer_format
 from sparsebit.llm.recipe import Recipe
 from sparsebit.records.model_folders import PackedLayer
@@ -79,10 +81,14 @@ class QuantizationRun:
         self.experts: dict[str, ExpertCalibration] = {}
         self.scaled_inputs: dict[str, ScaledInput] = {}
         self.num_resumed = 0
+        self.trained: EndToEnd | None = None
         self._bits = self._weights = 0.0
 
-    def settings(self) -> dict[str, Any]:
-        """Everything that decides the result, except the weights of the blocks, which are compared block by block."""
+    def settings(self, further: Tensor | None) -> dict[str, Any]:
+        """Everything that decides the result, except the weights of the blocks, which are compared block by block.
+
+        `further`: the windows of the training end to end, if there is one.
+        """
         inside = f"{self.architecture.blocks}."
         outside = dict.fromkeys(file for name, file in self.skeleton.names.items() if not name.startswith(inside))
         rest = {file: self.skeleton.folder.tensor(file) for file in outside}
@@ -91,6 +97,7 @@ class QuantizationRun:
             **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
             "recipe": asdict(self.recipe),
             "tokens": [digest(dict(batch)) for batch in as_batches(self.tokens, _WHOLE)],
+            **({} if further is None else {"tokens of the training end to end": digest({"tokens": further})}),
             "batch_size": self.batch_size,
             "config": self.skeleton.folder.config,
             "weights outside of the blocks": digest(rest),
@@ -105,9 +112,13 @@ class QuantizationRun:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
         assert isinstance(self.tokens, Tensor), "mixed bits are for text alone"
-        first = self.tokens[:NUM_SAMPLES]
-        walk = BlockWalk(self.skeleton, self.architecture, first, with_float=False, **self.sizes)
-        found, average = bit_costs(walk, self.recipe, self.paths), self.recipe.average_bits
+        where = (self.skeleton, self.architecture, self.tokens[:NUM_SAMPLES])
+        new_walk = functools.partial(BlockWalk, *where, with_float=False, **self.sizes)
+        if self.recipe.sensitivity == "gradient":
+            found = gradient_costs(functools.partial(new_walk, batch_size=1), self.recipe, self.paths)
+        else:
+            found = bit_costs(new_walk(), self.recipe, self.paths)
+        average = self.recipe.average_bits
         assert average is not None
         chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
         self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))
@@ -137,7 +148,7 @@ class QuantizationRun:
         scales = self.rounding.smooth(original, stages, self.paths[number]) if is_walked else {}
         changed = copy.deepcopy(original) if is_run else original
         if is_walked:
-            self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
+            self.walk.run_float(original, stages, need_outputs=self.recipe.learns)
         if finished is None:
             found = self.rounding.round(original, changed, stages, self.paths[number], stored)
             rounded = replace(found, stages=stages, scales={**found.scales, **scales})
@@ -157,9 +168,21 @@ class QuantizationRun:
         self.skeleton.folder.close()
         self._note(number, source, finished, stages)
 
+    def train(self, folder: RunFolder, tokens: Tensor) -> None:
+        """Train all blocks together, after the last one was quantized, on windows of text."""
+        walk = BlockWalk(self.skeleton, self.architecture, tokens, with_float=False, **self.sizes)
+        facts = [{_WEIGHTS: source} for source in self.sources]
+        block_of = functools.partial(self.finished, folder=folder)
+        self.trained = EndToEndTraining(walk, self.paths, block_of, self.recipe.end_to_end, facts).run(folder)
+        if self.trained.kept_step:  # errors were those of the layers before
+            self.layers = {name: replace(one, error=None, nearest_error=None) for name, one in self.layers.items()}
+
     def finished(self, number: int, folder: RunFolder) -> FinishedBlock:
         """A block of this run, read from its folder."""
-        found = _read(folder, number, self.sources[number])
+        part = number
+        if self.trained is not None and self.trained.kept_step:
+            part = result_part(number, len(self.paths), self.trained.steps, self.trained.kept_step)
+        found = _read(folder, part, self.sources[number])
         if found is None:
             raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
         return found

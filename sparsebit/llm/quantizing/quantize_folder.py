@@ -39,7 +39,7 @@ from sparsebit.llm.models.architectures import (
     need_loadable_layers,
     reads_images,
 )
-from sparsebit.llm.models.calibration_batches import IDS, Batch, as_batches, checked_batches, num_tokens
+from sparsebit.llm.models.calibration_batches import IDS, Batch, Tokens, as_batches, checked_batches, num_tokens
 from sparsebit.llm.models.calibration_text import DrawnText, draw_windows, need_embeddings, need_positions
 from sparsebit.llm.models.file_checksums import write_checksums
 from sparsebit.llm.models.hub_classes import load_tokenizer
@@ -52,6 +52,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
 from sparsebit.llm.quantizing.cache_scales import need_cache, write_cache
+from sparsebit.llm.quantizing.end_to_end import EndToEnd, need_two_batches, num_windows
 from sparsebit.llm.quantizing.input_scales import write_input_scales
 from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
@@ -73,6 +74,7 @@ class QuantizedModel:
     mixed bits. `experts`: how each expert layer was calibrated, by name; empty if no text was needed.
     `scaled_inputs`: for `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
     and commit of a model of the hub. `calibration_windows`: how many windows came from each text, by its path.
+    `end_to_end`: of the training of all blocks together.
     """
 
     folder: Path
@@ -89,6 +91,7 @@ class QuantizedModel:
     scaled_inputs: Mapping[str, ScaledInput] = field(default_factory=dict)
     source: HubSource | None = None
     calibration_windows: Mapping[str, int] = field(default_factory=dict)
+    end_to_end: EndToEnd | None = None
 
 
 def quantize(
@@ -171,8 +174,9 @@ class _Job:
 def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedModel:
     """The part of `quantize` that all processes of torchrun do together."""
     recipe = job.recipe
-    if rank.count > 1 and (recipe.method == "autoround" or recipe.smooth):
-        given = "smooth=True" if recipe.smooth else "method='autoround'"
+    alone = [name for name in ("smooth", "end_to_end") if getattr(recipe, name)]
+    if rank.count > 1 and (recipe.learns or alone):
+        given = f"{alone[0]}={getattr(recipe, alone[0])}" if alone else f"method={recipe.method!r}"
         raise ConfigError(f"{given} in several processes: outputs of blocks are not exchanged; use one")
     origin = hub_source(job.source.path)
     partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
@@ -180,6 +184,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     architecture = architecture_of(skeleton.model)
     blocks = blocks_of(skeleton.model, architecture)
     shares: Mapping[str, int] = {}
+    tokens: Tokens
     if isinstance(job.calibration, Calibration | None):
         drawn = _tokens(job, job.calibration, skeleton.model, widest_layer(blocks))
         tokens, shares = drawn.tokens, drawn.shares
@@ -189,8 +194,9 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
         need_embeddings(batch[IDS], skeleton.model)
         need_positions(batch[IDS].shape[1], skeleton.model)
     warn_of_few_tokens(blocks, num_tokens(tokens), recipe)
+    further = _further_tokens(job, skeleton)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, job.batch_size, job.memory_budget, rank)
-    settings = run.settings()
+    settings = run.settings(further)
     folder = rank.from_first(lambda: RunFolder(partial, settings).open())
     run.allocate(folder)
     numbers = range(run.walk.num_blocks)
@@ -198,6 +204,8 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
     num_to_do = rank.from_first(lambda: max((n + 1 for n in numbers if not folder.file(n).is_file()), default=0))
     for number in track(numbers, "quantizing blocks"):
         run.block(number, folder, is_run=number < num_to_do)
+    if further is not None:
+        run.train(folder, further)
     checked = rank.from_first(lambda: _write(job, run, folder, origin))
     packed_bytes = rank.from_first(lambda: _num_bytes(ModelFolder(job.target)))
     return QuantizedModel(
@@ -210,6 +218,7 @@ def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedMod
         scaled_inputs=run.scaled_inputs,
         source=origin,
         calibration_windows=shares,
+        end_to_end=run.trained,
     )
 
 
@@ -245,7 +254,8 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_packed_folder(made, skeleton, run.paths, block_of, run.formats, float_layers(skeleton, run.formats))
         for_scales: dict[str, Any] = {"device": skeleton.device, "trust_remote_code": trust}
         write_input_scales(made, run.recipe.inputs, run.tokens, run.batch_size, **for_scales)
-        write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
+        if isinstance(run.tokens, Tensor):  # with images the cache stays float
+            write_cache(made, run.recipe, run.tokens, run.batch_size, **for_scales)
         if origin is not None:
             write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
         if run.allocation is not None:
@@ -254,6 +264,7 @@ def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource
         write_checksums(made)
         found = None
         if job.check and skeleton.transposed:
+            assert isinstance(text, Tensor), "no model with transposed layers reads images"
             found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
         elif job.check:
             reasons = (*vllm_reasons(run.formats, run.fused), *cache_reasons(run.recipe.kv_cache))
@@ -281,8 +292,9 @@ def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
     """Raise for types in which a method does not compute hidden states."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
-    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
+    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed or recipe.end_to_end):
         given = "mixed bits" if recipe.is_mixed else f"method={recipe.method!r}"
+        given = f"end_to_end={recipe.end_to_end}" if recipe.end_to_end else given
         raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
 
 
@@ -308,6 +320,28 @@ def _tokens(job: _Job, calibration: Calibration | None, model: Any, widest: int)
         seed=calibration.seed,
         chat_template=calibration.chat_template,
     )
+
+
+def _further_tokens(job: _Job, skeleton: Skeleton) -> Tensor | None:
+    """The windows of the training end to end: as many as its steps read, if the text has them."""
+    calibration, steps = job.calibration, job.recipe.end_to_end
+    if not steps:
+        return None
+    if not isinstance(calibration, Calibration):
+        raise ConfigError(f"end_to_end={steps} needs calibration text: give some")
+    tokenizer = load_tokenizer(skeleton.folder.path, trust_remote_code=job.trust_remote_code)
+    drawn = draw_windows(
+        *(calibration.texts, tokenizer),
+        num_samples=num_windows(steps, job.batch_size),
+        length=calibration.length,
+        widest=0,
+        seed=calibration.seed,
+        chat_template=calibration.chat_template,
+        is_limit=True,
+    )
+    need_embeddings(drawn.tokens, skeleton.model)
+    need_two_batches(drawn.tokens, job.batch_size)
+    return drawn.tokens
 
 
 def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:

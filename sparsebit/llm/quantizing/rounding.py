@@ -180,7 +180,7 @@ def row_losses(weight: Tensor, moments: InputMoments, recipe: Recipe, name: str,
     size = recipe.columns_per_scale(weight.shape[1], name)
     W = weight.detach().float()[None]
     H, grid = moments.hessian(), _grid(W, recipe, size, stored)
-    round_ = quantize if recipe.method == "gptq" else round_nearest
+    round_ = quantize if recipe.uses_gptq else round_nearest
     return round_(W, H, grid, _rounding(recipe)).loss[0].double().cpu()
 
 

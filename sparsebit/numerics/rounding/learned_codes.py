@@ -57,6 +57,8 @@ class LearnedCodes:
         else:
             self.lower, self.start = n, latent_start(u, n) if kind == "latent" else offset_start(u, n)
         self.v = self.start.clone().requires_grad_()
+        if kind == "latent":  # whatever the latent weights began with, they alone decide
+            self.original = self.lower = self.start = original.new_empty(0)
         count = 2 if kind in ("sign", "latent") and not start.symmetric else 1
         self.factors = [torch.ones_like(start.scale).requires_grad_(learns_scale) for _ in range(count)]
 

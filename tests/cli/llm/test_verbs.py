@@ -71,6 +71,15 @@ def test_the_table(source: Path) -> None:
     assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
 
 
+def test_training_end_to_end(source: Path) -> None:
+    common = ("quantize", source, "--method", "rtn", "--scale-search", "none", "--bits", 2, "--group-size", 32)
+    text = ("--text", source.parent / "text.txt", "--num-samples", 7, "--length", 24, "--no-check", "--end-to-end", 4)
+    shown = " ".join(run(*common, "-o", source.parent / "packed", *text).split())
+    assert "divergence from the float model" in shown and "of 4 steps" in shown
+    record = json.loads(run(*common, "-o", source.parent / "other", *text, "--json"))["end_to_end"]
+    assert record["kept_step"] in (1, 2, 3, 4) and record["after"] < record["before"]
+
+
 def test_the_perplexity_of_both_models(source: Path) -> None:
     text, packed = source.parent / "text.txt", source.parent / "packed"
     common = ("quantize", source, "-o", packed, "--method", "rtn", "--scale-search", "none", "--group-size", 32)

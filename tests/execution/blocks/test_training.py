@@ -18,6 +18,7 @@ from sparsebit.execution.blocks.training import (
     decayed,
     mean_distance,
     train_block,
+    update,
 )
 from sparsebit.graph.capture import capture
 
@@ -166,3 +167,24 @@ def test_weights_of_the_elements() -> None:
     assert squared_error(output, target, (torch.tensor([[1.0, 0.0]]),)) == 0
     with pytest.raises(CalibrationError, match="no float output"):
         squared_error((torch.tensor([1]),), (torch.tensor([1]),))
+
+
+def test_steps_whose_state_is_kept_elsewhere_are_those_of_adam() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4, generator=generator), torch.randn(2, 3, generator=generator)]
+    gradients = [[torch.randn(one.shape, generator=generator) for one in start] for _ in range(3)]
+    expected = [one.clone().requires_grad_() for one in start]
+    adam = torch.optim.Adam([{"params": expected[:1], "lr": 0.1}, {"params": expected[1:], "lr": 0.2}])
+    for step in gradients:
+        for one, gradient in zip(expected, step, strict=True):
+            one.grad = gradient.clone()
+        adam.step()
+    moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in start]
+    for number, step in enumerate(gradients):
+        own = [one.requires_grad_() for one in start]
+        groups = [ParameterGroup((own[0],), 0.1), ParameterGroup((own[1],), 0.2)]
+        update(groups, step, moments, number)
+        start = [one.detach().clone() for one in own]  # other tensors, the same values
+        moments = [(mean.clone(), square.clone()) for mean, square in moments]
+    for one, other in zip(start, expected, strict=True):
+        torch.testing.assert_close(one, other.detach())

@@ -52,6 +52,13 @@ def test_windows_of_one_text_are_those_of_before(tmp_path: Path) -> None:
     assert draw(text, seed=3).tokens.tolist() == every[order].tolist()
 
 
+def test_a_limit_is_not_a_demand(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "a", 20)
+    assert len(draw(text, is_limit=True).tokens) == 5
+    with pytest.raises(ConfigError, match="5"):
+        draw(text)
+
+
 def test_files_of_a_folder_are_kinds(tmp_path: Path) -> None:
     first, second = (write(tmp_path / "texts" / f"{letter}.txt", letter, 400) for letter in "ab")
     assert draw(tmp_path / "texts").shares == {str(first): 4, str(second): 4}

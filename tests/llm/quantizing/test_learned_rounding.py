@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,10 +30,11 @@ def calibration(source: Path, num_samples: int = 10) -> Calibration:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_it_begins_where_the_weight_is(symmetric: bool, bits: int) -> None:
+@pytest.mark.parametrize("kind", ["sign", "latent"])
+def test_it_begins_where_the_weight_is(symmetric: bool, bits: int, kind: Literal["sign", "latent"]) -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     start = round_weight(weight, None, Recipe("rtn", bits, 32, symmetric), "layer", stored=torch.float16).packed
-    layer = LearnedLayer(weight, start)  # type: ignore[arg-type]
+    layer = LearnedLayer(weight, start, kind)  # type: ignore[arg-type]
     torch.testing.assert_close(layer.weight(), start.dequantize(torch.float32))
     assert torch.equal(layer.packed().dequantize(torch.float32), start.dequantize(torch.float32))
 
@@ -47,18 +48,26 @@ def test_gradients_reach_offsets_and_ranges() -> None:
     assert all(factor.grad is not None and bool(factor.grad.abs().sum() > 0) for factor in layer.learned.factors)
 
 
-def test_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "start"),
+    [
+        (RECIPE, Recipe("rtn", 2, 32, scale_search="none")),
+        (Recipe("efficientqat", 2, 32, steps=60), Recipe("gptq", 2, 32)),
+    ],
+    ids=["autoround", "efficientqat"],
+)
+def test_end_to_end(recipe: Recipe, start: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     source = source_of(tiny_model("llama", **SMALL), tmp_path)
-    made = quantize(source, tmp_path / "packed", RECIPE, calibration(source))
+    made = quantize(source, tmp_path / "packed", recipe, calibration(source))
     assert made.check is not None and made.check.difference <= 1e-3
-    plain = quantize(source, tmp_path / "plain", Recipe("rtn", 2, 32, scale_search="none"), check=False)
+    plain = quantize(source, tmp_path / "plain", start, calibration(source), check=False)
     wanted = logits(loaded(source))
     errors = [float((logits(load(folder)) - wanted).square().mean()) for folder in (made.folder, plain.folder)]
     assert errors[0] < errors[1]
     with stopped_after():
-        quantize(source, tmp_path / "again", RECIPE, calibration(source), check=False)
-    again = quantize(source, tmp_path / "again", RECIPE, calibration(source), check=False)
+        quantize(source, tmp_path / "again", recipe, calibration(source), check=False)
+    again = quantize(source, tmp_path / "again", recipe, calibration(source), check=False)
     assert again.num_resumed == 1
     assert contents(again.folder) == contents(made.folder)
 
@@ -75,7 +84,7 @@ def test_experts_learn_too(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="steps with method='gptq'"):
+    with pytest.raises(ConfigError, match="steps with method='gptq': these are of autoround and efficientqat"):
         Recipe(steps=10)
     with pytest.raises(ConfigError, match="steps=0"):
         Recipe("autoround", steps=0)
