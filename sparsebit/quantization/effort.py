@@ -18,7 +18,7 @@ _GPTQ = {"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}}
 _NETWORK = {"METHOD": "distill", "VIEWS": 0, "PATCHED": 0.5, "LR": 0.001}
 LADDERS: dict[str, tuple[Any, ...]] = {"fast": (), "good": (_GPTQ,), "best": (_GPTQ, {"reconstruct": _NETWORK})}
 # Samples and steps of the training: a CPU takes an hour for as much as a GPU does in minutes.
-_ON_CPU, _ON_GPU = {"BATCH_SIZE": 32, "STEPS": 2000}, {"BATCH_SIZE": 128, "STEPS": 6000}
+_ON_CPU, _ON_GPU = {"BATCH_SIZE": 32, "STEPS": 2000}, {"BATCH_SIZE": 128, "STEPS": 4000}
 
 
 def with_effort(config: QuantConfig, effort: str | None, *, steps: int | None = None) -> QuantConfig:

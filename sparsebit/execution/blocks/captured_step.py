@@ -79,5 +79,5 @@ class CapturedStep:
 
 
 def _form(values: tuple[Any, ...]) -> Any:
-    """What must stay the same for the graph to be replayed: shapes and types of tensors, and all other values."""
+    """All that must stay the same for the graph to be replayed: shapes and types of tensors, and all other values."""
     return repr(map_nested(Tensor, lambda tensor: (tuple(tensor.shape), tensor.dtype), values))

@@ -34,7 +34,7 @@ _CHECKS = 10  # in a training with early stop: how often the loss is checked
 
 
 class Teaching(Protocol):
-    """What a block learns, if that is not stored: `renewed` makes other inputs, `targets` is the float model's answer
+    """Targets of a block that are not stored: `renewed` makes other inputs, `targets` is the float model's answer
     to them, and `run` that of the block in its current state.
     """
 

@@ -394,7 +394,7 @@ def test_views_are_new_in_every_step() -> None:
     for _ in range(2):
         qmodel = calibrated(model, data)
         before = error(qmodel, model, data)
-        found = reconstruct(qmodel, data, method="distill", views=0, lr=0.05, **options, **QUICK)  # type: ignore[arg-type]
+        found = reconstruct(qmodel, data, method="distill", views=0, lr=0.02, **options, **QUICK)  # type: ignore[arg-type]
         assert found["network"].is_kept and error(qmodel, model, data) < 0.9 * before
         check_weights_hold_their_values(qmodel)
         states.append(qmodel.state_dict())
