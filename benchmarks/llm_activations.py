@@ -1,9 +1,10 @@
 """Perplexity of book-llama with rounded inputs, for each scheme of `--activations`, computed as files define it.
 
 `python benchmarks/llm_activations.py [--device cuda] [--schemes NAME ...]`. The weights are quantized with the text of
-the training set; the figure is of the first 60 windows of 512 tokens of the held-out books, in float32, on the packed
-model: inputs are rounded as compressed-tensors does. `--as-vllm` measures dynamic int8 again with its divisor of 127.
-A line of `results/llm_activations.jsonl` for each scheme.
+the training set; the figures are of the first 60 windows of 512 tokens of the held-out books, in float32, on the packed
+model: inputs are rounded as compressed-tensors does. The divergence (Kullback-Leibler, nats) of the predictions from
+those of the float model is a finer measure than perplexity. `--as-vllm` measures dynamic int8 again with its divisor
+of 127, and W4A8 in fp8 with its scales. A line of `results/llm_activations.jsonl` for each scheme.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from common import ROOT, data_folder, emit
 from torch import Tensor
 
+from sparsebit.kernels import eight_bits
 from sparsebit.llm import Calibration, QuantLinear, Recipe, load, perplexity, quantize, token_stream, windows
 from sparsebit.llm.layers.input_rounding import InputRounding
 
@@ -60,17 +62,32 @@ SCHEMES: dict[str, Recipe] = {
 @contextlib.contextmanager
 def divided_by_127() -> Iterator[None]:
     """Inside, int8 scales of tokens are those of vLLM's kernel."""
-    own = InputRounding._per_token
+    own, takes = InputRounding._per_token, eight_bits.takes
 
     def per_token(self: InputRounding, x: Tensor) -> tuple[Tensor, Tensor]:
         scale, zero = own(self, x)
         return (scale * (127.5 / 127) if self.format.kind == "int8" else scale), zero
 
     InputRounding._per_token = per_token  # type: ignore[method-assign]
+    eight_bits.takes = lambda x: False  # the kernel has compressed-tensors' divisor
     try:
         yield
     finally:
         InputRounding._per_token = own  # type: ignore[method-assign]
+        eight_bits.takes = takes
+
+
+@torch.no_grad()
+def divergence(model: Any, packed: Any, tokens: Tensor) -> float:
+    """The mean divergence of the packed model's predictions from those of the float model."""
+    total = 0.0
+    for batch in tokens.split(4):
+        wanted, found = (
+            one(input_ids=batch.to(one.device), use_cache=False).logits.float().log_softmax(-1)
+            for one in (model, packed)
+        )
+        total += float((wanted.exp() * (wanted - found)).sum())
+    return total / tokens.numel()
 
 
 def round_scales(model: Any) -> None:
@@ -99,7 +116,8 @@ def main() -> None:
     heldout = windows(text, 512, options.num_windows)
     calibration = Calibration(data / "text" / "books_calibration.txt", num_samples=options.num_samples)
     how: dict[str, Any] = {"device": options.device, "dtype": torch.float32}
-    floats = perplexity(load(source, **how), heldout).value
+    model = load(source, **how)
+    floats = perplexity(model, heldout).value
     print(f"float: perplexity {floats:.2f}", flush=True)
     for name in options.schemes:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,16 +129,18 @@ def main() -> None:
             )
             seconds = time.process_time() - started
             packed = load(made.folder, **how)
-            found = {name: perplexity(packed, heldout).value}
+            found = {name: (perplexity(packed, heldout).value, divergence(model, packed, heldout))}
             if options.as_vllm and "int8, tokens" in name:
                 with divided_by_127():
-                    found[f"{name}, divided by 127"] = perplexity(packed, heldout).value
+                    value = perplexity(packed, heldout).value, divergence(model, packed, heldout)
+                    found[f"{name}, divided by 127"] = value
             if options.as_vllm and name == "W4A8 fp8, tokens":
                 round_scales(packed)
-                found[f"{name}, scales of groups in fp8"] = perplexity(packed, heldout).value
-        for what, value in found.items():
-            scaled = sum(one.alpha > 0 for one in made.scaled_inputs.values())
-            record = {"recipe": what, "perplexity": value, "float": floats, "cpu_s": seconds, "smoothed": scaled}
+                value = perplexity(packed, heldout).value, divergence(model, packed, heldout)
+                found[f"{name}, scales of groups in fp8"] = value
+        for what, (value, distance) in found.items():
+            record = {"recipe": what, "perplexity": round(value, 4), "divergence": round(distance, 5), "float": floats}
+            record |= {"cpu_s": round(seconds), "smoothed": sum(one.alpha > 0 for one in made.scaled_inputs.values())}
             emit({"benchmark": "llm_activations", **record, "device": options.device}, options.output)
 
 

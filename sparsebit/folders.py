@@ -55,6 +55,29 @@ def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -
                     one.rmdir()
 
 
+@contextlib.contextmanager
+def staged_result(target: Path) -> Iterator[Path]:
+    """A path to write a file or a folder to, which then replaces `target` in one step.
+
+    It is in a hidden folder next to the target; after an exception or a kill the target is as it was.
+    """
+    target = target.resolve()  # what a link points to is replaced, not the link
+    with staging_folder(target) as folder:
+        made = folder / target.name
+        yield made
+        for path in (made, *made.rglob("*")) if made.is_dir() else (made,):
+            flush(path)
+        with ignored_interrupts():
+            if made.is_file():
+                os.replace(made, target)
+            elif not target.exists():
+                put_in_place(made, target)
+            elif not exchange(made, target):  # the older folder is removed with the staging folder
+                os.rename(target, folder / "older")
+                os.rename(made, target)
+            flush(target.parent)
+
+
 def remove_abandoned(target: Path, parent: Path) -> None:
     """Remove the staging folders for `target` in `parent` whose process has ended."""
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ DEVELOPER = {
     "benchmarks/llm_decode.py": {"sparsebit.llm"},
     "benchmarks/llm_gptq_slice.py": {"sparsebit.llm", "sparsebit.execution", "sparsebit.numerics"},
     "benchmarks/activation_products.py": {"sparsebit.llm.layers"},
-    "benchmarks/llm_activations.py": {"sparsebit.llm.layers"},
+    "benchmarks/llm_activations.py": {"sparsebit.llm.layers", "sparsebit.kernels"},
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/packed_linear_ways.py": {"sparsebit.kernels"},
     "benchmarks/token_attention.py": {"sparsebit.kernels"},

@@ -14,8 +14,8 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.rewriting.patterns import is_itself
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.modes import modes_kept
-from sparsebit.graph.values.hooks import hooked
 
 
 @contextlib.contextmanager

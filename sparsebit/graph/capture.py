@@ -25,6 +25,7 @@ from sparsebit.graph.nodes.example import UNKNOWN, Example
 from sparsebit.graph.nodes.graph_module import CapturedGraph, source_path
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.region import NAMES_OF_A_REGION, ContainerRegion, Region
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.tracer import LeafTracer
@@ -39,7 +40,6 @@ from sparsebit.graph.values.call_form import (
 )
 from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.graph.values.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.input_hints import input_hint
 
 

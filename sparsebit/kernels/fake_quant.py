@@ -37,8 +37,8 @@ from sparsebit.kernels.fake_quant_programs import (
     forward_columns,
     forward_rows,
 )
-from sparsebit.kernels.memory_layout import is_dense
 from sparsebit.numerics.fake_quant.gradients import lsq_factor
+from sparsebit.numerics.fake_quant.memory_layout import is_dense
 from sparsebit.numerics.fake_quant.operator import PLAIN, Kernels
 from sparsebit.numerics.qparams import check_num_params
 from sparsebit.numerics.spec import PerChannel, PerGroup

@@ -34,9 +34,9 @@ from sparsebit.graph.capture import capture
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.nodes.graph_module import source_path
 from sparsebit.graph.region import Region
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.modes import evaluating
 from sparsebit.graph.values.copying import copy_model
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.rounding.pruning_math import fit_masked, held_out_damping, output_error

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
-from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics import plain
 from sparsebit.numerics.fake_quant import gradients
 from sparsebit.numerics.fake_quant.dispatch import fake_quantize
+from sparsebit.numerics.fake_quant.memory_layout import stack_form
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]

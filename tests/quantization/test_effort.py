@@ -48,6 +48,12 @@ def test_layers_with_fewer_bits_than_the_others_count(bits: int, disable: bool, 
     assert len(with_effort(parse_qconfig(config), "good").ALGORITHMS) == num
 
 
+def test_few_bits_of_activations_alone_are_trained_without_gptq() -> None:
+    config = parse_qconfig({"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 8}}, "A": {"QUANTIZER": {"BIT": 4}}})
+    assert [step.name for step in with_effort(config, "best").ALGORITHMS] == ["reconstruct"]
+    assert with_effort(config, "good").ALGORITHMS == ()
+
+
 def test_what_the_user_chose_stays() -> None:
     weights = {"QUANTIZER": {"BIT": 8, "TYPE": "fp8"}}
     activations = {"QUANTIZER": {"BIT": 8}, "OBSERVER": {"TYPE": "percentile"}}

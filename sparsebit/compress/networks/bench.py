@@ -23,12 +23,12 @@ from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, in_order, input_names, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import num_bytes, staged, write
 from sparsebit.deploy.programs.flat_program import flat_program
-from sparsebit.deploy.programs.staged_result import staged_result
 from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
+from sparsebit.folders import staged_result
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records.ladder import Cost, LadderGoal

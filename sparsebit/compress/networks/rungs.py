@@ -27,6 +27,7 @@ RUNGS = LADDERS["networks"]
 _MOST_BITS_TRIES, _MOST_JOINT_TRIES = 4, 3
 _SPARE = 0.015  # the unused share of a budget of bytes above which another try is worth its time
 _FEWEST_LEARNING_STEPS = 100  # fewer steps gain nothing
+_TRAINING_STEPS = 500  # of 4-bit weights: the search has other candidates to try in its time
 
 
 @register_rung("eight bits", order=10)
@@ -109,7 +110,7 @@ def float_layers(known: Known) -> Candidate | None:
 
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
-    """4-bit weights, rounded by GPTQ, then by reconstruction; without a graph of the whole model, to nearest."""
+    """4-bit weights, rounded by GPTQ, then trained; without a graph of the whole model, rounded to nearest."""
     if not known.wants_small or not _needs_fewer_bytes(known) or 4 not in known.study.low_bits:
         return None
     done = known.of("four bits")
@@ -121,10 +122,10 @@ def four_bits(known: Known) -> Candidate | None:
         why = f"{first.name} {_loss(first)}; rounding to nearest needs no graph of the whole model"
         return Candidate("w4-nearest", why, Recipe(known.study.low_bit_config))
     is_enough = first.verdict == "within" and known.goal.prefer != "loss"
-    if len(done) > 1 or first.selection is None or is_enough:  # reconstruction changes the loss, not the size
+    if len(done) > 1 or first.selection is None or is_enough:  # training changes the loss, not the size
         return None
-    why = f"{first.name} {_loss(first)}; reconstruction trains the rounding block by block"
-    return Candidate("w4-best", why, Recipe(with_effort(known.study.low_bit_config, "best")))
+    why = f"{first.name} {_loss(first)}; the whole network learns the float model's outputs"
+    return Candidate("w4-best", why, Recipe(with_effort(known.study.low_bit_config, "best", steps=_TRAINING_STEPS)))
 
 
 @register_rung("mixed bits", order=70)

@@ -98,14 +98,14 @@ class BlockData:
         """`run`, but the result is `block.outputs` and then the values of these nodes of the block."""
         return self._run.runner(replace(self.block, outputs=(*self.block.outputs, *nodes)))
 
-    def in_float(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def in_float(self) -> Iterator[None]:
         """Inside, the block computes what it computes in the float model, as long as nothing has been learned yet."""
-        run, stack = self._run, contextlib.ExitStack()
+        run = self._run
         if run.as_float is None:
             raise ConfigError(f"block {self.block.name!r}: in_float() needs `as_float`; give it to run_blocks")
-        stack.enter_context(run.weights.original(self.block))
-        stack.enter_context(run.as_float(self.block))
-        return stack
+        with run.weights.original(self.block), run.as_float(self.block):
+            yield
 
     def _values(self, stream: Stream, nodes: Sequence[fx.Node]) -> BatchValues:
         run = self._run

@@ -126,7 +126,7 @@ def train_block(
         _write(parameters, groups)
         return found.detach()
 
-    one_step = CapturedStep(learn, learned, rates.optimizer, is_wanted=is_captured)
+    one_step = CapturedStep(learn, [*learned, *parameters], rates.optimizer, is_wanted=is_captured)
     for step in range(training.steps):
         progress = step / training.steps
         rates.set(progress)

@@ -28,9 +28,9 @@ from sparsebit.graph.checking.outcome import (
     with_gradients,
 )
 from sparsebit.graph.nodes.hidden_writes import may_write_parameters
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.values.copying import copy_model
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 
 # (path, module, call) -> the stand-in that is compared with the module on such calls, and the stand-in's buffers.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.errors import CaptureError
 from sparsebit.graph.nodes.absorbed import Absorbed
@@ -28,6 +28,7 @@ from sparsebit.graph.nodes.graph_module import CapturedGraph, module_of
 from sparsebit.graph.nodes.value_kinds import python_values
 from sparsebit.graph.rewriting.patterns import Match, MatchingNode
 from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
+from sparsebit.numerics.layer_channels import along_outputs
 
 # Exact classes: a subclass may compute anything. The dimensions must agree, else the norm scales another axis.
 _NORMS: dict[type, tuple[type[nn.Module], ...]] = {
@@ -62,7 +63,7 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
     factor, mean = fold_factor(norm), norm.running_mean.double()
     beta = norm.bias.double() if norm.bias is not None else torch.zeros_like(mean)
     bias = layer.bias.double() if layer.bias is not None else torch.zeros_like(mean)
-    weight = layer.weight.double() * _along_outputs(layer, factor)
+    weight = layer.weight.double() * along_outputs(layer, factor)
     requires_grad = bool(layer.weight.requires_grad)
     for name, value in (("weight", weight), ("bias", (bias - mean) * factor + beta)):
         setattr(layer, name, nn.Parameter(value.to(layer.weight.dtype).detach(), requires_grad=requires_grad))
@@ -243,15 +244,6 @@ def _expect_matrix(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             f"a linear layer folded with its batch norm for 2-D inputs got one of shape {tuple(args[0].shape)}; "
             "capture the model with example_inputs of such a shape, or do not fold (SCHEDULE.FUSE_BN: false)"
         )
-
-
-def _along_outputs(layer: _ConvNd | nn.Linear, factor: torch.Tensor) -> torch.Tensor:
-    """`factor` (out,) shaped to multiply the layer's weight along its output channels."""
-    if not isinstance(layer, _ConvTransposeNd):
-        return factor.reshape(-1, *([1] * (layer.weight.dim() - 1)))
-    # The weight is (in, out/groups, k…): the rows of group g are multiplied by the factors of group g.
-    per_input = factor.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1)
-    return per_input.reshape(layer.in_channels, -1, *([1] * (layer.weight.dim() - 2)))
 
 
 def _parts(cat: fx.Node) -> list[fx.Node]:

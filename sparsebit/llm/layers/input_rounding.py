@@ -83,7 +83,8 @@ class InputRounding:
     def _per_token(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
         if self.format.symmetric:
-            half = LARGEST_FLOAT8 if self.format.kind == "fp8" else 127.5
+            # A tensor: by a number, GPUs multiply with the reciprocal, which rounds differently.
+            half = x.new_full((), LARGEST_FLOAT8 if self.format.kind == "fp8" else 127.5)
             scale = torch.maximum(-low, high) / half
             zero = torch.zeros_like(scale)
         else:

@@ -245,7 +245,7 @@ class ChannelScaling:
         if moments is None:
             inputs = self.recipe_of(names[stage[0]]).inputs or SCHEMES["fp8"]
             found = search_smoothing(
-                *(self.walk.some_rows(block, stage[0]).float(), weights, owner, nearest),
+                *(self.walk.some_rows(block, stage[0]).float(), len(self.walk.batches), weights, owner, nearest),
                 lambda x: InputRounding.of_range(inputs, max(float(x.abs().max()), 1e-12)).rounded(x),
             )
         else:

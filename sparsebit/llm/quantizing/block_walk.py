@@ -222,9 +222,13 @@ class BlockWalk:
 
     @torch.no_grad()
     def some_rows(self, block: nn.Module, name: str) -> Tensor:
-        """Inputs of a layer, `(rows, in)`, for up to 512 tokens from all over the first batch."""
-        rows = _rows(self._stage_input(block, "changed", name, 0))
-        return rows[:: max(len(rows) // _SOME_ROWS, 1)][:_SOME_ROWS]
+        """Inputs of a layer, `(rows, in)`: of about 512 tokens, then of that with the largest number of each batch."""
+        some, extremes = list[Tensor](), list[Tensor]()
+        for index in range(len(self.batches)):
+            rows = _rows(self._stage_input(block, "changed", name, index))
+            some.append(rows[:: max(len(rows) * len(self.batches) // _SOME_ROWS, 1)])
+            extremes.append(rows[rows.abs().amax(-1).argmax()][None])
+        return torch.cat([*some, *extremes])
 
     def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
         taken: dict[str, Tensor] = {}

@@ -41,7 +41,7 @@ _NARROWEST = 0.5  # a learned range, as a share of the initial one
 # The same for latent weights, whose range may also grow.
 _NARROWEST_LATENT, _WIDEST = 0.2, 1.5
 # Learning rates of latent weights, in steps of the grid, and of ranges, as shares of the initial ones.
-LATENT_RATES = (3e-3, 1e-3)
+LATENT_RATES = (2e-3, 3e-4)
 LearnedKind = Literal["sign", "latent"]
 
 

@@ -33,6 +33,7 @@ def smoothing_scale(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
 
 def search_smoothing(
     X: Tensor,
+    num_extremes: int,
     weights: Sequence[Tensor],
     owner: Tensor,
     nearest: Sequence[Callable[[Tensor], Tensor]],
@@ -40,18 +41,21 @@ def search_smoothing(
 ) -> ChannelScale:
     """The scales of the channels that all `weights` read, with the smallest loss; of `alpha` 0: no scale.
 
+    The last `num_extremes` rows of `X` hold its largest numbers: they count for ranges, and not for the loss.
+
     `owner (in,)`: the previous layer's channel that each input comes from; inputs of one channel share a scale.
     `nearest`: for each weight, a function that rounds a given weight; `rounded`: one that rounds given inputs.
     """
     largest = [X.abs().amax(0), torch.stack([W.abs().amax(0) for W in weights]).amax(0)]
     empty = torch.zeros(int(owner.max()) + 1, dtype=X.dtype, device=X.device)
     by_channel = [empty.scatter_reduce(0, owner, values, "amax") for values in largest]
-    outputs = [X @ W.t() for W in weights]
+    num_rows = len(X) - num_extremes
+    outputs = [X[:num_rows] @ W.t() for W in weights]
     tried = []
     for alpha in (0.0, *ALPHAS):
         scale = smoothing_scale(by_channel[0], by_channel[1], alpha) if alpha else torch.ones_like(empty)
         s = scale[owner]
-        x = rounded(X / s)
+        x = rounded(X / s)[:num_rows]
         parts = zip(weights, nearest, outputs, strict=True)
         losses = (
             (x @ values(W * s).t() - Y).square().sum() / Y.square().sum().clamp(min=1e-30) for W, values, Y in parts

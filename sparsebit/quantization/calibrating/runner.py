@@ -25,7 +25,7 @@ from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import single_layers
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
-from sparsebit.graph.values.hooks import hooked
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.values.nested import unwrapped
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import quantizers_of

@@ -13,13 +13,12 @@ from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.deploy.programs.flat_program import FlatProgram, flat_program
 from sparsebit.deploy.programs.program_target import ProgramTarget
-from sparsebit.deploy.programs.staged_result import staged_result
 from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.deploy.sessions.runtime_sessions import open_session, require_runtime
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call
-from sparsebit.folders import unwritable
+from sparsebit.folders import staged_result, unwritable
 from sparsebit.graph.state.modes import evaluating
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched, switched_on

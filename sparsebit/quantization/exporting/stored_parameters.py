@@ -19,8 +19,8 @@ from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
 from sparsebit.execution.batches import Call
 from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.modes import evaluating
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.plain import codes_of
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants

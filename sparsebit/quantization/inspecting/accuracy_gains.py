@@ -21,7 +21,7 @@ from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.nodes.graph_module import module_of
-from sparsebit.graph.values.hooks import hooked
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import note, track
 from sparsebit.quantization.building.float_parameters import FloatParameters

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.state.modes import evaluating
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import quantizers_of, require_calibrated, switched

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsebit.kernels.compilation import show_kernels
-from sparsebit.kernels.memory_layout import is_dense
 from sparsebit.numerics.fake_quant.gradients import LEARNING
+from sparsebit.numerics.fake_quant.memory_layout import is_dense
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")

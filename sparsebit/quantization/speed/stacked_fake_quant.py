@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsebit.kernels.compilation import show_kernels
-from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.fake_quant.gradients import LEARNING
+from sparsebit.numerics.fake_quant.memory_layout import stack_form
 from sparsebit.quantization.speed.below_autograd import fuses, gradients_of, quantized
 
 Numbers: TypeAlias = Sequence[Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from sparsebit.graph.nodes.aliasing import written_later
 from sparsebit.graph.rewriting.patterns import only_reader
-from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.fake_quant import operator
 from sparsebit.numerics.fake_quant.gradients import LEARNING
+from sparsebit.numerics.fake_quant.memory_layout import stack_form
 from sparsebit.quantization.ops.quant_opr import QIdentity
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.speed.below_autograd import fuses

@@ -7,10 +7,11 @@ so it is removed, and the next forward computes it again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from sparsebit.graph.state.state import tensors_inside
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -34,13 +35,4 @@ def forget_run_state(model: nn.Module, fresh: nn.Module) -> None:
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(True for _ in nested_tensors(value))
-
-
-def nested_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in plain containers, a few levels down."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set, dict)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from nested_tensors(item, depth - 1)
+    return any(True for _ in tensors_inside(value))

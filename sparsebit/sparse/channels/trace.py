@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
 from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.state.hooks import hooked
+from sparsebit.graph.state.state import tensors_inside
 from sparsebit.graph.tracing.patched_torch import unfused_attention
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import MOVES
 from sparsebit.sparse.channels.op_call import Call, tensor_leaves
 from sparsebit.sparse.channels.returned import results_of
 from sparsebit.sparse.channels.rules import carry
-from sparsebit.sparse.channels.run_state import nested_tensors
 
 _ATTRIBUTE = "_sparsebit_axes"
 _SOURCES = "_sparsebit_sources"  # the steps whose values a tensor holds
@@ -226,7 +226,7 @@ def watch(
     except Exception as error:
         trace.error, trace.failed_in = error, paths.failed_in
     if sets is not None:
-        kept = [x for module in model.modules() for value in vars(module).values() for x in nested_tensors(value)]
+        kept = [x for module in model.modules() for value in vars(module).values() for x in tensors_inside(value)]
         enact_pins(sets, [*trace.outputs, *kept])
     return trace
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
 from sparsebit.graph.checking.outcome import seed_generators, undisturbed_randomness
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.graph.values.copying import copy_model
-from sparsebit.graph.values.hooks import hooked
 from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.sparse.channels.returned import results_of
 from sparsebit.sparse.channels.trace import plain_operators

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.execution.distributed import gather
-from sparsebit.graph.values.hooks import hooked
+from sparsebit.graph.state.hooks import hooked
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.sparse.scoring.criteria import Evidence, LayerMoments, Need

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.blocks.engine import BlockData, mix, run_blocks
-from sparsebit.execution.blocks.find_blocks import Block, single_layers
+from sparsebit.execution.blocks.find_blocks import Block, single_layers, whole_graph
 from sparsebit.execution.blocks.resume import Resume
 from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.execution.blocks.value_store import SharedData
@@ -307,6 +307,30 @@ def test_float_values_need_as_float() -> None:
         run_blocks(
             graph_module, find_blocks(graph_module), 1, lambda i: {"x": torch.ones(1, 256)}, lambda d: len(d.targets)
         )
+
+
+def test_in_float_needs_as_float_too() -> None:
+    graph_module = graph_of(Chain(1))
+
+    def visit(data: BlockData) -> None:
+        with data.in_float():
+            pass
+
+    with pytest.raises(ConfigError, match=r"in_float\(\) needs `as_float`"):
+        run_blocks(graph_module, find_blocks(graph_module), 1, lambda i: {"x": torch.ones(1, 256)}, visit)
+
+
+def test_values_inside_a_block_are_seen_after_its_outputs() -> None:
+    graph_module = graph_of(Chain(2))
+    seen: list[Any] = []
+
+    def visit(data: BlockData) -> None:
+        inner = [node for node in data.block.nodes if node not in data.block.outputs]
+        seen.append((data.seen_at(inner[:1])(data.inputs[0]), data.run(data.inputs[0])))
+
+    run_blocks(graph_module, whole_graph(graph_module), 1, lambda i: {"x": torch.ones(1, 256)}, visit)
+    ((values, outputs),) = seen
+    assert len(values) == 2 and torch.equal(values[0], outputs[0]) and not torch.equal(values[1], values[0])
 
 
 def test_an_error_leaves_nothing_behind() -> None:

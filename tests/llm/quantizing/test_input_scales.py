@@ -12,7 +12,7 @@ import torch
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.llm import Calibration, FloatLinear, QuantLinear, Recipe, load, load_streamed, quantize
 from sparsebit.llm.converting.load_check import relative_difference
-from sparsebit.llm.quantizing.input_scales import input_ranges
+from sparsebit.llm.quantizing.input_scales import FACTORS, clipped_ranges, input_ranges
 from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
 from tests.parameters import first_fast
 
@@ -93,6 +93,19 @@ def test_ranges_by_hand(tmp_path: Path) -> None:
     model.get_input_embeddings().weight.data[:] = torch.nan
     with pytest.raises(CalibrationError, match=r"layers\.0\.self_attn\.q_proj gets inputs that are not finite"):
         input_ranges(model, TOKENS, 1)
+
+
+def test_ranges_are_clipped_where_that_helps(tmp_path: Path) -> None:
+    folder, calibration = source(tmp_path)
+    made = quantize(folder, tmp_path / "made", Recipe("rtn", 8, 0, True, "none"), calibration)
+    model = load_streamed(made.folder)
+    ranges = {name: 20 * found for name, found in input_ranges(model, TOKENS, 1).items()}
+    inputs = RECIPES["int8, constant"].inputs
+    assert inputs is not None
+    found = clipped_ranges(model, inputs, ranges, TOKENS, 1)
+    assert all(found[name] / ranges[name] == pytest.approx(min(FACTORS)) for name in ranges)
+    stages = {name: found[name] for name in found if name.startswith("model.layers.1.self_attn")}
+    assert len(stages) == 4 and len(set(stages.values())) == 2  # q, k and v have one
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_channels_with_large_inputs_are_scaled_down() -> None:
     X, W = torch.randn(64, 16), torch.randn(8, 16)
     X[:, 3] *= 100
     owner = torch.arange(16)
-    found = search_smoothing(X, [W], owner, [to_eight_bits], to_eight_bits)
+    found = search_smoothing(X, 0, [W], owner, [to_eight_bits], to_eight_bits)
     assert found.alpha > 0 and int(found.scale.argmax()) == 3
     plain = float((to_eight_bits(X) @ to_eight_bits(W).t() - X @ W.t()).square().sum() / (X @ W.t()).square().sum())
     assert found.loss < plain / 5
@@ -31,11 +31,11 @@ def test_inputs_of_one_channel_share_a_scale() -> None:
     torch.manual_seed(0)
     X, W = torch.randn(64, 16), torch.randn(8, 16)
     X[:, 4] *= 100
-    found = search_smoothing(X, [W], torch.arange(16) // 4, [to_eight_bits], to_eight_bits)
+    found = search_smoothing(X, 0, [W], torch.arange(16) // 4, [to_eight_bits], to_eight_bits)
     assert found.scale.shape == (4,) and int(found.scale.argmax()) == 1
 
 
 def test_no_scale_where_none_helps() -> None:
     X, W = torch.ones(4, 8), torch.ones(2, 8)
-    found = search_smoothing(X, [W], torch.arange(8), [to_eight_bits], to_eight_bits)
+    found = search_smoothing(X, 0, [W], torch.arange(8), [to_eight_bits], to_eight_bits)
     assert found.alpha == 0 and torch.equal(found.scale, torch.ones(8))

@@ -25,9 +25,7 @@ from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.ops.op_rows import OpKind
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
 from sparsebit.graph.values.nested import tensors_of
-from sparsebit.numerics.rounding.layer_matrix import layer_matrix
-from sparsebit.quantization.algorithms.layer_visits import has_one_input
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
+from sparsebit.numerics.layer_channels import (
     along_outputs,
     input_sizes,
     largest_by_channel,
@@ -35,6 +33,8 @@ from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
     num_inputs,
     num_outputs,
 )
+from sparsebit.numerics.rounding.layer_matrix import layer_matrix
+from sparsebit.quantization.algorithms.layer_visits import has_one_input
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_rules import (
     Op,
     Refused,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from sparsebit.execution.distributed import gather
+from sparsebit.numerics.layer_channels import num_dims
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import num_dims
 
 
 class ChannelValues:

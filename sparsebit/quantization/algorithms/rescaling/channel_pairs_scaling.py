@@ -24,9 +24,9 @@ from sparsebit.execution.distributed import gather
 from sparsebit.graph.values.comparison import difference
 from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.numerics.layer_channels import along_inputs
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, find_pairs
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_rules import Value
 from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED, HeldOutJudge
 from sparsebit.quantization.calibrating.model_state import require_calibrated

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.numerics.layer_channels import along_inputs, output_sizes
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, output_sizes
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.equalization_math import absorbed_bias, equalizing_scale, precision
 from sparsebit.quantization.model.quant_model import QuantModel

@@ -23,12 +23,12 @@ from torch import Tensor, fx, nn
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.numerics.layer_channels import along_inputs, largest_by_channel, num_dims
 from sparsebit.numerics.rounding.layer_matrix import drawn_positions
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader, changeable_layers
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import ScaleLimits, SeenValues
-from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, largest_by_channel, num_dims
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import Factors, FloatRuns, float_runs
 from sparsebit.quantization.algorithms.rescaling.smoothing_math import capped_scale, relative_error, smoothing_scale
 from sparsebit.quantization.building.inserted_factors import InsertedFactor

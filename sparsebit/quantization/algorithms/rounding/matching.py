@@ -14,6 +14,7 @@ from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.execution.blocks.training import mean_distance
+from sparsebit.graph.values.nested import tensors_of
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Comparison:
         """
         count = self.num_outputs
         found = self._of_outputs(outputs[:count], targets[:count], extras)
-        if self.nodes:
-            pairs = zip(outputs[count:], targets[count:], strict=True)
-            inner = torch.stack([squared_error((output,), (target,)) for output, target in pairs])
-            found = found + self.matching.features * inner.mean()
+        pairs = zip(outputs[count:], targets[count:], strict=True)
+        inner = [squared_error((output,), (target,)) for output, target in pairs if has_float(target)]
+        if inner:
+            found = found + self.matching.features * torch.stack(inner).mean()
         return found / max(self.before, 1e-12)
 
     def _of_outputs(self, outputs: Values, targets: Values, extras: Values) -> Tensor:
@@ -66,6 +67,11 @@ class Comparison:
             return divergence(outputs, targets, self.matching.temperature)
         found = squared_error(outputs, targets, extras)
         return (found + directed_error(outputs, targets, extras)) / 2 if self.matching.rank else found
+
+
+def has_float(value: Any) -> bool:
+    """Whether there is something to compare: sizes cross the borders of blocks too."""
+    return any(tensor.is_floating_point() for tensor in tensors_of(value))
 
 
 def _inner_outputs(block: Block) -> list[fx.Node]:

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.blocks.distances import Loss
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.training import BlockTraining, block_seed, train_block
@@ -35,7 +35,7 @@ from sparsebit.quantization.algorithms.rounding.learned_sites import (
     find_sites,
     in_place,
 )
-from sparsebit.quantization.algorithms.rounding.matching import Comparison, Matching
+from sparsebit.quantization.algorithms.rounding.matching import Comparison, Matching, has_float
 from sparsebit.quantization.algorithms.rounding.output_sensitivity import OutputSensitivity
 from sparsebit.quantization.algorithms.rounding.teacher import Teacher
 from sparsebit.quantization.calibrating.block_visits import block_state, load_block_state
@@ -231,6 +231,9 @@ class _Run:
         if not sites.groups(options.rates):
             self.empty.append(block.name)
             return
+        if not has_float(data.targets[0]):
+            self.reasons[block.name] = "it has no float output to compare"
+            return
         extras = None if self.sensitivity is None else self.sensitivity.of(block)
         self.found[block.name] = result = _reconstruct_block(data, sites, options, extras)
         if self.sensitivity is not None:
@@ -253,7 +256,7 @@ class _Run:
             log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", names)
         if self.reasons:
             shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-            log.warning("reconstruct() left %d weights unchanged: %s", len(self.reasons), shown)
+            log.warning("reconstruct() left %d weights or blocks unchanged: %s", len(self.reasons), shown)
 
 
 def _reconstruct_block(
@@ -266,9 +269,13 @@ def _reconstruct_block(
     with in_place(sites, list(data.block.modules.values())):
         try:
             _learn(data, sites, options, comparison, held_before)
-        except BaseException:
+        except BaseException as error:
             load_block_state(data.block, state)  # biases are trained in place
-            raise
+            if not isinstance(error, CalibrationError) or not options.matching.is_renewed:
+                raise
+            # New views may be what the float model was not made for, while it answers the samples themselves.
+            log.warning("%s is unchanged: %s", data.block.name, error)
+            return BlockReconstruction(before, before, 0, held_before, held_before, is_kept=False)
     num_changed = sites.store()
     after, held_after = comparison.error(data), None if data.held_out is None else comparison.error(data.held_out)
     if held_before is not None and held_after is not None:

@@ -18,7 +18,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from sparsebit.kernels import activations
 from sparsebit.kernels.activations import name_of
 from sparsebit.kernels.compilation import shows_kernels
-from sparsebit.kernels.memory_layout import stack_form
+from sparsebit.numerics.fake_quant.memory_layout import stack_form
 from sparsebit.numerics.fake_quant.operator import OPERATOR
 from sparsebit.quantization.speed import activation_fake_quant, stacked_fake_quant
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.blocks.captured_step import CapturedStep
 from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
@@ -445,6 +446,72 @@ def test_a_hopeless_training_of_the_network_ends_early(monkeypatch: pytest.Monke
     found = reconstruct(qmodel, data, method="distill", views=0, lr=5.0, **QUICK)
     assert len(steps) == 20 and not found["network"].is_kept
     assert all(torch.equal(before[name], tensor) for name, tensor in qmodel.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_the_network_on_a_gpu_with_and_without_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floats of both differ in their last bits only."""
+    config, data = CONFIG.replace("cpu", "cuda"), [x.cuda() for x in batches()]
+    options: dict[str, Any] = {"views": 0, "patched": 0.5, "features": 1.0, "steps": 6, "batch_size": 12, "lr": 0.001}
+    found = []
+    for is_captured in (True, False):
+        qmodel = tiny.calibrated(float_model().cuda(), data, config, example_inputs=data[0])
+        with monkeypatch.context() as patch:
+            if not is_captured:
+                patch.setattr(CapturedStep, "_capture", lambda *_: None)
+            found.append(reconstruct(qmodel, data, method="distill", **options)["network"])
+    assert found[0].held_after == pytest.approx(found[1].held_after, rel=0.02)
+    assert found[0].held_after != found[0].held_before
+
+
+def test_sizes_between_blocks_are_not_compared() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.one(x))
+            count = x.shape[0]
+            return self.head(torch.relu(self.two(x)).reshape(count, -1))
+
+    torch.manual_seed(0)
+    data = batches()
+    qmodel = calibrated(Sized().eval(), data)
+    seen: list[int] = []
+    qmodel.visit_blocks(data, lambda block: seen.extend(type(v) is int for v in block.inputs[0]))
+    assert any(seen)  # otherwise this tests nothing
+    options: dict[str, Any] = {"views": 0, "features": 1.0, "lr": 0.001}
+    assert set(reconstruct(qmodel, data, method="distill", **options, **QUICK)) == {"network"}
+
+
+def test_a_network_that_answers_with_classes_alone_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Classes(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(1)
+
+    torch.manual_seed(0)
+    data = batches(1)
+    qmodel = calibrated(Classes().eval(), data)
+    assert reconstruct(qmodel, data, method="distill", views=0, **QUICK) == {}
+    assert "network: it has no float output to compare" in caplog.text
+
+
+def test_views_that_the_network_cannot_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Zeros move in with a shifted image: their logarithm is infinite. The result is that of before."""
+
+    class Logarithms(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.log())
+
+    torch.manual_seed(0)
+    data = [x + 0.1 for x in batches()]
+    qmodel = calibrated(Logarithms().eval(), data)
+    start = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    found = reconstruct(qmodel, data, method="distill", views=0, **QUICK)
+    assert not found["network"].is_kept and "network is unchanged" in caplog.text
+    assert all(torch.equal(start[name], tensor) for name, tensor in qmodel.state_dict().items())
+    check_weights_hold_their_values(qmodel)
 
 
 def test_fisher_information_of_low_rank() -> None:
