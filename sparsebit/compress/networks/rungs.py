@@ -110,22 +110,25 @@ def float_layers(known: Known) -> Candidate | None:
 
 @register_rung("four bits", order=60)
 def four_bits(known: Known) -> Candidate | None:
-    """4-bit weights, rounded by GPTQ, then trained; without a graph of the whole model, rounded to nearest."""
+    """4-bit weights, rounded by GPTQ, then trained; rounded to nearest where only the size of the file matters."""
     if not known.wants_small or not _needs_fewer_bytes(known) or 4 not in known.study.low_bits:
         return None
-    done = known.of("four bits")
+    done, config = known.of("four bits"), known.study.low_bit_config
+    if not done and _cannot_fit(known, 4):
+        why = "its file shows what everything but the weights takes; its weights alone are over the budget"
+        return Candidate("w4-nearest", why, Recipe(config))
     if not done:
         why = "4-bit weights take half the bytes of 8; GPTQ rounds them so that errors cancel"
-        return Candidate("w4-gptq", why, Recipe(with_effort(known.study.low_bit_config, "good")))
+        return Candidate("w4-gptq", why, Recipe(with_effort(config, "good")))
     first = done[0]
     if len(done) == 1 and first.cost is None:
         why = f"{first.name} {_loss(first)}; rounding to nearest needs no graph of the whole model"
-        return Candidate("w4-nearest", why, Recipe(known.study.low_bit_config))
+        return Candidate("w4-nearest", why, Recipe(config))
     is_enough = first.verdict == "within" and known.goal.prefer != "loss"
     if len(done) > 1 or first.selection is None or is_enough:  # training changes the loss, not the size
         return None
     why = f"{first.name} {_loss(first)}; the whole network learns the float model's outputs"
-    return Candidate("w4-best", why, Recipe(with_effort(known.study.low_bit_config, "best", steps=_TRAINING_STEPS)))
+    return Candidate("w4-best", why, Recipe(with_effort(config, "best", steps=_TRAINING_STEPS)))
 
 
 @register_rung("mixed bits", order=70)
@@ -148,7 +151,10 @@ def mixed_bits(known: Known) -> Candidate | None:
     if share is None or not least < share < most:
         return None
     asked = _weights_of(four).asked_for(share)
-    config = known.study.bits_under(known.recipe(four).config, asked, bits)
+    # GPTQ needs a graph of the whole model: where a candidate with it could not be made, none has it.
+    is_possible = all(step.cost for name in ("four bits", "mixed bits") for step in known.of(name))
+    effort = "good" if is_possible else "fast"
+    config = known.study.bits_under(with_effort(known.study.low_bit_config, effort), asked, bits)
     listed = " or ".join(map(str, bits))
     why = f"{four.name} {_loss(four)}; {listed} bits by how much each layer loses, at {share:.3f} of the float bytes"
     return Candidate(f"mixed-{share:.3f}", why, Recipe(config))

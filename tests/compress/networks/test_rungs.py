@@ -77,7 +77,7 @@ def test_eight_bits_are_left_out_if_they_cannot_fit() -> None:
     small = goal(budget={"bytes": 0.12})
     assert proposed("eight bits", wanted=small) is None
     four = proposed("four bits", wanted=small)
-    assert four is not None and four.name == "w4-gptq"
+    assert four is not None and four.name == "w4-nearest" and not algorithms(four)  # for its size alone
     assert proposed("eight bits", wanted=goal(budget={"bytes": 0.3})) is not None
     assert proposed("eight bits", wanted=goal(budget={"bytes": 0.12, "macs": 0.5})) is not None  # its time is needed
 
@@ -256,6 +256,15 @@ class TestMixedBits:
             shares.append(share)
             tried.append(step("03", "mixed bits", FOUR, size=size, loss=None, verdict="over budget"))
         assert shares == sorted(shares, reverse=True) and len(set(shares)) == 3
+
+    def test_without_gptq_where_it_fails(self) -> None:
+        failed = step("01-w4-gptq", "four bits", FOUR, loss=None, verdict="failed", cost=None, fault="no graph")
+        study = Study(low_bit_config=LOW, low_bits=(4, 8))
+        for before, names in (((), ["gptq"]), ((failed,), [])):
+            found = proposed(
+                "mixed bits", W8, *before, self.FOUR_LOSES, wanted=goal(budget={"bytes": 0.2}), study=study
+            )
+            assert algorithms(found) == names
 
     def test_not_after_four_tries(self) -> None:
         failed = [step(f"0{place}", "mixed bits", FOUR, size=0.2, **LOSING) for place in range(3, 7)]
