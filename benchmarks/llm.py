@@ -90,7 +90,7 @@ def main() -> None:
             trained = None if made.end_to_end is None else asdict(made.end_to_end)
             record |= {"float": floats, "perplexity": found, "bits_per_weight": made.bits_per_weight}
             record |= {"end_to_end": trained, "cpu_seconds": round(seconds), "seconds": round(made.seconds)}
-            emit({**record, "threads": options.threads, "device": options.device}, options.record)
+            emit({"benchmark": "llm", **record, "threads": options.threads, "device": options.device}, options.record)
 
 
 def given() -> argparse.Namespace:

@@ -22,7 +22,6 @@ from sparsebit.option_fields import check_options, option
 Method = Literal["rtn", "gptq", "awq", "autoround", "efficientqat", "fp8", "mxfp4", "nvfp4"]
 ScaleSearch = Literal["none", "nearest", "gptq"]
 CacheScales = Literal["head", "layer"]
-Sensitivity = Literal["fisher", "gradient"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 # Methods that begin with GPTQ, and those that learn codes block by block.
@@ -126,12 +125,6 @@ class Recipe:
     rotate: bool = option(False, "Rotate hidden states by Hadamard blocks of a group, folded into weights.")
     candidate_bits: tuple[int, ...] = option((), "Mixed bits: each layer gets one of these.", metavar="N,N,...")
     average_bits: float | None = option(None, "Mixed bits: at most so many in the mean, scales not counted.")
-    sensitivity: Sensitivity = option(
-        "fisher",
-        "Mixed bits: how the cost of bits is estimated: fisher, gradient.",
-        choices=get_args(Sensitivity),
-        panel=_TUNE,
-    )
     kv_cache: Literal["float"] | CacheKind = option(
         "float",
         "Keys and values in the cache: float, int8, fp8, int4.",
@@ -167,7 +160,6 @@ class Recipe:
             (asks_mixed and not is_known, f"{wish}: give two or more different candidates of {known}"),
             (asks_mixed and self.bits != 4, f"bits={self.bits} with {wish}: with candidates, leave bits out"),
             (asks_mixed and not is_within, f"{wish}: give an average from {low} to {high}"),
-            ("sensitivity" in changed and not asks_mixed, f"sensitivity={self.sensitivity!r}: it is for mixed bits"),
             (own, f"{', '.join(own)} with {given}: the format has its own bits and groups; leave them out"),
             (self.end_to_end and self.float_kind, f"end_to_end={self.end_to_end} with {given}: for whole numbers only"),
             ("steps" in changed and not self.learns, f"steps with {given}: these are of {' and '.join(_LEARNING)}"),
@@ -222,7 +214,7 @@ class Recipe:
 
     def with_bits(self, bits: int) -> Recipe:
         """The recipe of a layer with this many bits."""
-        return replace(self, bits=bits, candidate_bits=(), average_bits=None, sensitivity="fisher")
+        return replace(self, bits=bits, candidate_bits=(), average_bits=None)
 
     def without_text(self) -> Recipe:
         """The recipe of a layer without enough text: nearest, with the smallest error of the weights."""

@@ -70,6 +70,7 @@ def test_no_rows(kernels: ModuleType, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled() -> None:
     from sparsebit.kernels import eight_bits
 

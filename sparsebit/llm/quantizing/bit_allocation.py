@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +29,7 @@ from sparsebit.llm.models.architectures import Stages, linears
 from sparsebit.llm.models.calibration_batches import IDS, num_tokens
 from sparsebit.llm.models.separate_experts import experts_prefixes
 from sparsebit.llm.quantizing.block_walk import BlockWalk
-from sparsebit.llm.quantizing.rounding import round_weight, row_losses
+from sparsebit.llm.quantizing.rounding import row_losses
 from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.numerics.rounding.hessian import InputMoments
@@ -121,28 +121,6 @@ class BitCosts:
     fused: Sequence[Sequence[str]]
 
 
-def gradient_costs(new_walk: Callable[[], BlockWalk], recipe: Recipe, paths: Sequence[str]) -> BitCosts:
-    """Costs by SignRoundV2 (2512.04746): the sum of `|gradient x error|` over the weights of a layer, in nats a token.
-
-    Gradients are those of the model whose weights all have this number of bits, rounded to nearest, so a pass forward
-    and back is made for each candidate. `new_walk()`: a walk that has not started; its batches are single windows.
-    """
-    found = []
-    for bits in recipe.candidate_bits:
-        inner = _RoundedPasses(new_walk(), recipe.with_bits(bits).without_text(), paths)
-        inner.forward()
-        inner.tail()
-        for number in track(range(len(paths) - 1, -1, -1), f"costs of {bits} bits"):
-            inner.backward(number)
-        found.append(inner)
-    first = found[0]
-    names = [f"{path}.{name}" for path in paths for name in first.names[path]]
-    each = list(zip(recipe.candidate_bits, found, strict=True))
-    costs = {name: {bits: one.totals[name] / one.num_tokens for bits, one in each} for name in names}
-    fused = [*first.fused, tuple(first.of_experts)] if first.of_experts else first.fused
-    return BitCosts(costs, first.num_weights, fused)
-
-
 def bit_costs(walk: BlockWalk, recipe: Recipe, paths: Sequence[str]) -> BitCosts:
     """The costs of the recipe's candidates at the layers of the blocks at `paths`; `walk` has not started yet."""
     inner = _TwoPasses(walk, recipe, paths)
@@ -173,7 +151,7 @@ class _TwoPasses:
         self.walk.start()
         store = self.walk.store
         for number, path in enumerate(self.paths):
-            block = self._filled(path)
+            block = self.skeleton.fill(path)
             stages = self.walk.stages(block)
             self.stages[path], self.names[path] = stages, [name for stage in stages for name in stage]
             inside = experts_prefixes(block)
@@ -233,52 +211,9 @@ class _TwoPasses:
             for bits in self.recipe.candidate_bits
         }
 
-    def _filled(self, path: str) -> nn.Module:
-        return self.skeleton.fill(path)
-
     def _forget(self, path: str) -> None:
         self.skeleton.empty(path)
         self.skeleton.folder.close()
-
-
-class _RoundedPasses(_TwoPasses):
-    """The same passes through the model with rounded weights. `totals`: the sums of `|gradient x error|`."""
-
-    def __init__(self, walk: BlockWalk, recipe: Recipe, paths: Sequence[str]) -> None:
-        super().__init__(walk, recipe, paths)
-        self.totals: dict[str, float] = {}
-        self._errors: dict[str, Tensor] = {}
-
-    def _filled(self, path: str) -> nn.Module:
-        block = super()._filled(path)
-        self._errors = {}
-        for name, layer in linears(block).items():
-            full = f"{path}.{name}"
-            stored = self.skeleton.stored_type(f"{full}.weight")
-            packed = round_weight(layer.weight, None, self.recipe, full, stored=stored).packed
-            rounded = packed.to(layer.weight.device).dequantize(layer.weight.dtype)
-            self._errors[name] = rounded - layer.weight
-            layer.weight.data = rounded
-            self.num_weights[full] = rounded.numel()
-        return block
-
-    def backward(self, number: int) -> None:
-        path, store = self.paths[number], self.walk.store
-        block = self._filled(path)
-        weights = {name: linears(block)[name].weight.requires_grad_() for name in self._errors}
-        totals = dict.fromkeys(weights, 0.0)
-        for index in range(len(self.walk.batches)):
-            hidden = store.get(("cost", number, index)).detach().requires_grad_()
-            with torch.enable_grad():
-                output = self.walk.run(block, number, index, hidden)
-            before = store.get(("gradient", index))
-            gradient, *found = torch.autograd.grad(output, [hidden, *weights.values()], before, allow_unused=True)
-            for name, one in zip(weights, found, strict=True):
-                totals[name] += 0.0 if one is None else float((one * self._errors[name]).abs().sum())
-            store.drop(("cost", number, index))
-            store.put(("gradient", index), gradient)
-        self.totals |= {f"{path}.{name}": total for name, total in totals.items()}
-        self._forget(path)
 
 
 class _Seen:

@@ -26,7 +26,7 @@ from sparsebit.llm.models.calibration_batches import Tokens, as_batches
 from sparsebit.llm.models.input_scaling import ScaledInput
 from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import Rank
-from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs, gradient_costs
+from sparsebit.llm.quantizing.bit_allocation import NUM_SAMPLES, BitAllocation, allocate, bit_costs
 from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.quantizing.block_walk import BlockWalk
 from sparsebit.llm.quantizing.end_to_end import EndToEnd, EndToEndTraining, result_part
@@ -112,13 +112,9 @@ class QuantizationRun:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
         assert isinstance(self.tokens, Tensor), "mixed bits are for text alone"
-        where = (self.skeleton, self.architecture, self.tokens[:NUM_SAMPLES])
-        new_walk = functools.partial(BlockWalk, *where, with_float=False, **self.sizes)
-        if self.recipe.sensitivity == "gradient":
-            found = gradient_costs(functools.partial(new_walk, batch_size=1), self.recipe, self.paths)
-        else:
-            found = bit_costs(new_walk(), self.recipe, self.paths)
-        average = self.recipe.average_bits
+        first = self.tokens[:NUM_SAMPLES]
+        walk = BlockWalk(self.skeleton, self.architecture, first, with_float=False, **self.sizes)
+        found, average = bit_costs(walk, self.recipe, self.paths), self.recipe.average_bits
         assert average is not None
         chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
         self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))

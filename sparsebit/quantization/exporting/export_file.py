@@ -17,6 +17,7 @@ from sparsebit.deploy.programs.targets import TARGETS
 from sparsebit.deploy.runtimes import PROFILES, owner_of
 from sparsebit.deploy.sessions.runtime_sessions import open_session, require_runtime
 from sparsebit.errors import DeploymentError
+from sparsebit.execution.batches import Call
 from sparsebit.folders import staged_result, unwritable
 from sparsebit.graph.state.modes import evaluating
 from sparsebit.numerics.full_float32 import full_float32
@@ -24,6 +25,7 @@ from sparsebit.quantization.calibrating.model_state import check_ready, require_
 from sparsebit.quantization.exporting.export import export_call, export_onnx, warn_of_differences
 from sparsebit.quantization.exporting.export_checks import NUM_SAMPLES, feeds_of, file_calls, simulated
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
+from sparsebit.quantization.exporting.program_sites import program_differences
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.records.phases import EXPORT, phase
 
@@ -145,10 +147,25 @@ def check_program(
     except DeploymentError as error:  # show the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
     comparison = Comparison(session.outputs)
-    for call in file_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples):
+    batches = list(file_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
+    for call in batches:
         expected, reference = simulated(qmodel, call), simulated(qmodel, call, quantized=False)
         comparison.add(expected, session.run(feeds_of(session, call)), reference)
     parity = comparison.result(name, runtime, "the simulation")
     if fault := parity.fault(tolerance or Tolerance()):
-        raise DeploymentError(f"{name} does not compute what was simulated ({runtime}): {fault}")
+        raise DeploymentError(
+            f"{name} does not compute what was simulated ({runtime}): {fault}; {_where(qmodel, batches[0])}"
+        )
     return parity
+
+
+def _where(qmodel: SimulatedModel, call: Call) -> str:
+    """The first site that differs, in a file that is written for the purpose."""
+    try:
+        differences = program_differences(qmodel, call)
+    except DeploymentError as error:
+        return f"the first site that differs was not found: {error}"
+    first = next((one for one in differences if one.largest), None)
+    if first is not None:
+        return f"the first site that differs is {first}"
+    return "the integers of all sites agree in a file written now, so it is another model's, or an op after them"

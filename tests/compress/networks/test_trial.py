@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 
 from sparsebit.compress.networks.bench import Bench
 from sparsebit.compress.networks.recipe import Recipe
-from sparsebit.compress.networks.trial import FILE, MODEL, RECORD, SMALL, NetworkTrials, load
+from sparsebit.compress.networks.trial import MODEL, RECORD, SMALL, NetworkTrials, load
 from sparsebit.deploy.comparing.file_model import FileModel
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.records import read_record
@@ -24,6 +24,8 @@ from tests.compress.made import goal
 from tests.compress.made import step as made_step
 from tests.compress.nets import batches
 from tests.compress.networks.benches import bench as made_bench
+
+FILE = "model.onnx"
 
 HALF = parse_sconfig("{SPARSER: {TYPE: structured, RATIO: 0.5}}")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsebit.deploy.programs import qdq_program
 from sparsebit.deploy.programs.to_program import to_program
-from sparsebit.quantization.calibrating.model_state import evaluating
+from sparsebit.graph.state.modes import evaluating
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
 from tests.quantization.tiny import calibrated, qconfig
 

@@ -75,7 +75,7 @@ def training(folder: Path, tokens: torch.Tensor, tmp_path: Path, steps: int = 8,
 TOKENS = torch.randint(3, 96, (7, 20), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_whole_model(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_whole_model(
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("num_parts", [2, 5, 6, 9, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_parts", [6, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 5, 9, 12))])
 def test_a_killed_run_ends_with_the_same_bytes(source: Path, num_parts: int) -> None:
     """Killed before the training, while the first or a later state is written, and before it counts."""
     whole = quantize(source, source.parent / "whole", RECIPE, calibration(source), check=False)
@@ -118,6 +118,7 @@ def test_a_killed_run_ends_with_the_same_bytes(source: Path, num_parts: int) -> 
     assert made.num_resumed == 2 and not again.with_name("again.partial").exists()
 
 
+@pytest.mark.slow
 def test_states_on_disk_give_the_same_result(source: Path) -> None:
     made = [
         quantize(source, source.parent / str(budget), RECIPE, calibration(source), check=False, memory_budget=budget)

@@ -149,6 +149,8 @@ def test_a_file_of_another_model_does_not_pass(target: Any, tmp_path: Path) -> N
     first.export(file, ROWS)
     torch.manual_seed(1)
     other = calibrated(TwoLayers().eval(), [ROWS], qconfig(backend=target.name))
-    with pytest.raises(DeploymentError, match=r"does not compute what was simulated .*SQNR"):
+    with pytest.raises(DeploymentError, match=r"does not compute what was simulated .*SQNR.*another model's"):
         check_program(other, file, [ROWS])
-    assert check_program(first, file, [ROWS], tolerance=Tolerance(exact=True)).is_exact
+    # AOTInductor's products are exact; the compiler may fuse the product and the sum in float behind them.
+    exact = None if target.name == "aot_inductor" else True
+    assert check_program(first, file, [ROWS], tolerance=Tolerance(exact=exact)).worst.max_difference < 1e-7
