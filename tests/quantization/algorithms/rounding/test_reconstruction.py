@@ -423,7 +423,8 @@ def test_new_views_are_not_those_of_the_samples(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reconstruction, "train_block", watched)
     data = batches(1)
     for views in (1, 0):
-        reconstruct(calibrated(float_model(), data), data, method="distill", views=views, steps=8, batch_size=12)
+        options: dict[str, Any] = {"views": views, "steps": 8, "batch_size": 12, "lr": 0.001}
+        reconstruct(calibrated(float_model(), data), data, method="distill", **options)
     distinct = [len({tuple(image.flatten().tolist()) for image in images}) for images in seen]
     assert distinct[0] == 12 and distinct[1] > 60
 
