@@ -25,7 +25,7 @@ from sparsebit.graph.nodes.captured_block import refuse_hook
 from sparsebit.graph.nodes.example import GuardError, guard
 from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.hidden_writes import module_may_write
-from sparsebit.graph.nodes.stand_in import StandIn
+from sparsebit.graph.nodes.stand_in import StandIn, replaced_by
 from sparsebit.graph.state.frozen_values import FrozenValues
 from sparsebit.graph.state.outer_state import OuterState
 from sparsebit.graph.tracing.untraceable import has_hooks
@@ -121,7 +121,7 @@ class Region(StandIn):
     def note_frozen_values(self) -> None:
         """From now on a call raises GuardError if a plain value that the graph holds as a constant has changed."""
         paths = self.graph_module.meta.get("traced_through", ("",))
-        modules = [(path, self.source.get_submodule(path)) for path in paths]
+        modules = [(path, replaced_by(self.source.get_submodule(path))) for path in paths]
         self.frozen_values = FrozenValues(modules, self.graph_module.meta.get("new_attributes"))
 
     def follow_frozen_values(self, original: Region) -> None:

@@ -48,11 +48,16 @@ class StandIn(nn.Module):
         return object.__new__, (type(self),), self.__dict__
 
 
+def replaced_by(module: nn.Module) -> nn.Module:
+    """The module that a stand-in replaces; any other module itself."""
+    while isinstance(module, StandIn) and (replaced := module._replaced_module()) is not None:
+        module = replaced
+    return module
+
+
 def without_stand_ins(module: nn.Module) -> nn.Module:
     """The same module, in place, with each stand-in below it replaced by its module."""
     for name, child in module._modules.items():
-        while isinstance(child, StandIn) and (replaced := child._replaced_module()) is not None:
-            child = replaced
         if child is not None:
-            module._modules[name] = without_stand_ins(child)
+            module._modules[name] = without_stand_ins(replaced_by(child))
     return module
