@@ -21,8 +21,9 @@ class Wraps(StandIn):
 
 
 def test_class_and_attributes_are_those_of_the_replaced_module() -> None:
-    outer = Wraps(Wraps(nn.Linear(3, 5)))
-    assert isinstance(outer, nn.Linear) and type(outer) is Wraps and outer.out_features == 5
+    outer = Wraps(nn.Linear(3, 5))
+    assert isinstance(outer, nn.Linear) and type(outer) is Wraps
+    assert outer.out_features == Wraps(outer).out_features == 5
 
 
 def test_the_replaced_module_is_found_through_several() -> None:
