@@ -21,8 +21,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
+from sparsebit.deploy.onnx_graph.qdq_graph import attribute as attribute_of
 
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_NORMS = ("LayerNormalization", "InstanceNormalization", "GroupNormalization")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
@@ -104,7 +106,12 @@ class ExactFile:
 
     def magnitude(self, stretch: Stretch, trace: Trace) -> float:
         """The largest number that is added up in a stretch, which a float sum's error is relative to."""
-        return max((self._summed(node, trace) for node in stretch.nodes), default=0.0)
+        largest = max((self._summed(node, trace) for node in stretch.nodes), default=0.0)
+        for norm in (node for node in stretch.nodes if node.op_type in _NORMS):
+            before = self._stretch(stretch.end, norm.input[0]).nodes
+            summed = max((self._summed(node, trace) for node in before), default=_largest(trace.values[norm.input[0]]))
+            largest = max(largest, summed * _gain(norm, trace))
+        return largest
 
     def _summed(self, node: Any, trace: Trace) -> float:
         names = node.output if node.op_type == DEQUANTIZE else (*node.input, *node.output)  # it reads codes
@@ -202,6 +209,17 @@ def _ends(dtype: Any) -> tuple[int, int]:
 
     info = ml_dtypes.iinfo(dtype)
     return int(info.min), int(info.max)
+
+
+def _gain(norm: Any, trace: Trace) -> float:
+    """How much larger an error of a norm's input may become: nearly equal numbers are divided by a small deviation."""
+    x, scale = (trace.values[name] for name in norm.input[:2])
+    kept = attribute_of(norm, "axis", -1) % x.ndim if norm.op_type == "LayerNormalization" else 2
+    sizes = (
+        (x.shape[0], attribute_of(norm, "num_groups", 1)) if norm.op_type == "GroupNormalization" else x.shape[:kept]
+    )
+    variance = x.reshape(*sizes, -1).var(-1).min() + attribute_of(norm, "epsilon", 1e-5)
+    return float(numpy.abs(scale).max() / numpy.sqrt(variance))
 
 
 def _largest(value: Any) -> float:

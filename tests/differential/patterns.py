@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from onnx import numpy_helper
+
 from sparsebit.deploy.onnx_graph.qdq_graph import QUANTIZE, Graph, attribute
+
+_LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
 
 def has_16_bits(graph: Graph) -> bool:
@@ -15,8 +19,35 @@ def has_16_bits(graph: Graph) -> bool:
 
 def has_float_bias(graph: Graph) -> bool:
     """A layer with a stored float bias."""
-    layers = (node for node in graph.nodes if node.op_type in ("Conv", "Gemm"))
+    layers = (node for node in graph.nodes if node.op_type in _LAYERS)
     return any(len(node.input) > 2 and node.input[2] in graph.initializers for node in layers)
+
+
+def has_float_weight(graph: Graph) -> bool:
+    """A layer with a stored float weight that reads a tensor of one scale."""
+    layers = (node for node in graph.nodes if node.op_type in _LAYERS and node.input[1] in graph.initializers)
+    return any((grid := graph.dequantized(node.input[0])) is not None and grid.per_tensor for node in layers)
+
+
+def has_bare_linear(graph: Graph) -> bool:
+    """A quantized linear layer, without a bias or with equal numbers, and a QuantizeLinear behind simple operators."""
+    return any(
+        node.op_type in ("MatMul", "Gemm")
+        and all(graph.dequantized(name) is not None for name in node.input[:2])
+        and _is_even(graph, node)
+        and any(_comes_from(graph, site, node.op_type) for site in _sites(graph))
+        for node in graph.nodes
+    )
+
+
+def _is_even(graph: Graph, layer: Any) -> bool:
+    readers = graph.readers[layer.output[0]]
+    if any(reader.op_type == "Max" and reader.input[0] == reader.input[1] for reader in readers):
+        return False  # as the export writes it
+    names = list(layer.input[2:]) or [name for node in readers if node.op_type == "Add" for name in node.input[1:]]
+    known = [graph.producer[name].input[0] if name in graph.producer else name for name in names]
+    biases = [numpy_helper.to_array(graph.initializers[name]) for name in known if name in graph.initializers]
+    return not any(bias.size > 1 and bias.min() != bias.max() for bias in biases)
 
 
 def has_strided_padding(graph: Graph) -> bool:

@@ -14,9 +14,11 @@ from math import inf
 from sparsebit.deploy.onnx_graph.qdq_graph import Graph
 from tests.differential.patterns import (
     has_16_bits,
+    has_bare_linear,
     has_clipped_norm,
     has_counted_padding,
     has_float_bias,
+    has_float_weight,
     has_quantized_maximum,
     has_strided_padding,
 )
@@ -78,11 +80,18 @@ RULES: tuple[Rule, ...] = (
     Rule("openvino", frozenset({"Clip"}), "it clips the codes, at whole numbers", source_steps=0.5),
     Rule(
         "onnxruntime",
-        frozenset({"Conv", "Gemm"}),
+        frozenset({"Conv", "ConvTranspose", "Gemm"}),
         "it rounds a float bias to int32, with the scale of the input times that of the weight",
-        steps=0.05,
+        steps=1 / 16,
         relative=1e-4,
         where=has_float_bias,
+    ),
+    Rule(
+        "onnxruntime",
+        frozenset({"Conv", "ConvTranspose", "Gemm"}),
+        "it rounds the float weights of a layer between two quantizers to int8 (files for other runtimes)",
+        steps=inf,
+        where=has_float_weight,
     ),
 )
 REFUSALS: tuple[Refusal, ...] = (
@@ -93,7 +102,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "onnxruntime",
-        r"Type 'tensor\(u?int[24]\)' of input parameter .* of operator \(QLinear",
+        r"Type 'tensor\(u?int[24]\)' of input parameter .* of operator \(Q(Linear|Gemm)",
         "it fuses 2- and 4-bit weights into kernels that take 8 bits; with these weights and quantized activations "
         "only files for `virtual` exist, and their export warns",
     ),
@@ -110,6 +119,7 @@ UNFIT: tuple[Unfit, ...] = (
     Unfit("openvino", has_strided_padding, "it drops the padding of a 1x1 convolution with a stride"),
     Unfit("openvino", has_counted_padding, "it pads the codes of a quantized average with 0"),
     Unfit("openvino", has_quantized_maximum, "it rounds a maximum or minimum to whole numbers before it quantizes it"),
+    Unfit("openvino", has_bare_linear, "with one thread it loses the scales of a linear layer without a bias"),
     Unfit("openvino", has_clipped_norm, "it fuses a Clip and a quantizer into a norm, and computes something else"),
 )
 

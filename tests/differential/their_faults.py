@@ -46,6 +46,13 @@ def clipped_norm() -> Any:
     return tiny.model(tiny.quantized(tiny.node("Clip", [y, *ends], "clip")))
 
 
+def bare_linear() -> Any:
+    tiny = Tiny((3, 32))
+    x = tiny.node("MatMul", [tiny.quantized("x"), tiny.weight("w", (32, 16), axis=1)], "first")
+    x = tiny.quantized(x, scale=0.05)
+    return tiny.model(tiny.node("MatMul", [x, tiny.weight("v", (16, 8), axis=1)], "second"))
+
+
 def sixteen_bits() -> Any:
     """The largest number of the grid is 0.03; the inputs are larger."""
     tiny = Tiny(SHAPE)
@@ -70,6 +77,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "counted padding": ("openvino", counted_padding),
     "quantized maximum": ("openvino", quantized_maximum),
     "clipped norm": ("openvino", clipped_norm),
+    "bare linear": ("openvino", bare_linear),
     "sixteen bits": ("openvino", sixteen_bits),
     "average over the edge": ("onnxruntime", average_over_the_edge),
     "logarithm of zero": ("reference", logarithm_of_zero),

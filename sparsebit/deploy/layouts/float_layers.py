@@ -12,6 +12,11 @@ prevents that: these kernels do not check the number of scales, and fail on seve
 
 The same transformer rounds the float bias of a quantized layer to int32, with the product of both scales. Files of
 backends that add biases in float (virtual, tensorrt) get such a Max after a layer if that would change the result.
+Files for ONNX Runtime get it too: a layer there has a float bias if its weight has a zero point. A bias that would not
+fit into int32 is kept by a Max before the layer, which then reads no DequantizeLinear.
+
+The kernel of a Softmax between two of them (QLinearSoftmax) writes zeros if the step of its result is less than
+exp(-5) / (the number of its inputs): the sum overflows. Such a Softmax reads a Max too.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ _TRAVELS, _CASTS = MOVES | {"MaxPool", "Slice"}, MOVES | {"Cast"}
 _LARGEST_BIAS = 1 << 30
 # An error of a sixteenth of a step, uniform, adds 0.07 dB to the noise of rounding to the step.
 _BIAS_ERROR = 1 / 16
+# QLinearSoftmax scales exp(x) to at most exp(-5) of float32's range for each input, before it divides by the step.
+_SOFTMAX_ROOM = math.exp(5) / 2
 
 
 def keep_floats(model: ir.Model) -> None:
@@ -42,17 +49,32 @@ def keep_floats(model: ir.Model) -> None:
     _keep_ops(model)
 
 
+def keep_softmaxes(model: ir.Model) -> None:
+    """Insert a Max before every Softmax whose integer kernel would overflow, in place."""
+    for node in list(model.graph):
+        x = node.inputs[0] if node.op_type == "Softmax" else None
+        if x is None or _dequantize_of(x) is None:
+            continue
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+        room = _SOFTMAX_ROOM * max(_size(x, axis % len(x.shape)) if x.shape is not None else 1, 1)
+        if any(float(_numbers(one.inputs[1]).min()) * room < 1 for one in _quantizes(node.outputs[0])):
+            node.replace_input_with(0, _unfused(model, x))
+
+
 def keep_float_biases(model: ir.Model) -> None:
-    """Insert a Max after layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
+    """Insert a Max at layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
     for layer in list(model.graph):
         x = _dequantize_of(layer.inputs[0]) if layer.op_type in _LAYERS else None
         if x is None or (layer.op_type == "MatMul" and not _has_weight(layer.inputs[1])):
             continue
         output, bias = _biased(layer)
         step = min((float(_numbers(node.inputs[1]).min()) for node in _quantizes(output)), default=None)
-        if step is None:
-            continue
         is_quantized = _is_quantized(layer.inputs[1])
+        if step is None:
+            before = layer.inputs[0]
+            if is_quantized and before and bias and _is_clipped(bias, x, layer.inputs[1]):
+                layer.replace_input_with(0, _unfused(model, before))
+            continue
         if is_quantized and (bias is None or _bias_error(bias, x, layer.inputs[1]) <= _BIAS_ERROR * step):
             continue
         uses, kept = list(output.uses()), _unfused(model, output)
@@ -76,13 +98,26 @@ def _biased(layer: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 def _bias_error(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> float:
     """The change of the bias when it is rounded to int32 with the product of both scales."""
-    _, dequantize = _origin(weight, _CASTS)
-    if dequantize is None or "block_size" in dequantize.attributes:
+    numbers, scale = _numbers(bias).reshape(-1), _bias_scale(bias, x, weight)
+    if scale is None:
         return math.inf
-    numbers = _numbers(bias).reshape(-1)
-    scale = numpy.resize(_numbers(x.inputs[1]) * _numbers(dequantize.inputs[1]).reshape(-1), numbers.shape)
     rounded = numpy.clip(numpy.round(numbers / scale), -_LARGEST_BIAS, _LARGEST_BIAS) * scale
     return float(numpy.abs(numbers - rounded).max(initial=0.0))
+
+
+def _is_clipped(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> bool:
+    """Whether the bias would not fit into int32."""
+    scale = _bias_scale(bias, x, weight)
+    return scale is not None and bool((numpy.abs(_numbers(bias).reshape(-1)) > _LARGEST_BIAS * scale).any())
+
+
+def _bias_scale(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> Any:
+    """The product of both scales, for each number of the bias; None for a weight in groups."""
+    _, dequantize = _origin(weight, _CASTS)
+    if dequantize is None or "block_size" in dequantize.attributes:
+        return None
+    scale = _numbers(x.inputs[1]) * _numbers(dequantize.inputs[1]).reshape(-1)
+    return numpy.resize(scale, _numbers(bias).size)
 
 
 def _numbers(value: ir.Value | None) -> Any:

@@ -7,6 +7,8 @@
 - It fuses a quantizer into the ReduceMax or ReduceMin before it, and then rounds the float numbers to whole ones first.
   A value that is read twice is not fused.
 - It fuses a Clip and a quantizer into the norm before them, and then computes something else; the same remedy.
+- With one thread, fewer than 16 rows and no bias (or the same for every output), it loses the scales of a quantized
+  linear layer that a quantizer follows: outputs of 1e10 instead of 1; the same remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 from sparsebit.deploy.onnx_graph.ir_values import become, producer, put_instead, stored, stored_once
 from sparsebit.deploy.onnx_graph.packages import ir, numpy
-from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE
 from sparsebit.errors import DeploymentError
 
 _NORMS = ("LayerNormalization", "InstanceNormalization", "GroupNormalization")
@@ -34,6 +36,8 @@ def lay_out_for_openvino(model: ir.Model) -> None:
             _read_twice(model, node)
         if node.op_type == "Clip" and (norm := _norm_before(node)) is not None:
             _read_twice(model, norm)
+        if node.op_type in ("MatMul", "Gemm") and _has_even_bias(node) and _is_rounded(node.outputs[0]):
+            _read_twice(model, node)
 
 
 def _widen(model: ir.Model, conv: ir.Node) -> None:
@@ -106,6 +110,25 @@ def _norm_before(node: ir.Node) -> ir.Node | None:
         before = producer(before.inputs[0])
     is_norm = before is not None and before.op_type in _NORMS
     return last if is_norm and last is not None and last.op_type != "Max" else None
+
+
+def _has_even_bias(layer: ir.Node) -> bool:
+    """Whether a quantized linear layer of rows (not of images) adds nothing, or one number to all its outputs."""
+    shape = layer.outputs[0].shape
+    if any(producer(value, DEQUANTIZE) is None for value in layer.inputs[:2]) or (shape and len(shape) != 2):
+        return False
+    bias, readers = layer.inputs[2] if len(layer.inputs) > 2 else None, [use.node for use in layer.outputs[0].uses()]
+    if len(readers) == 1 and readers[0].op_type == "Add":
+        bias = next((value for value in readers[0].inputs if value is not layer.outputs[0]), None)
+    dequantize = producer(bias, DEQUANTIZE)
+    numbers = stored(bias if dequantize is None else dequantize.inputs[0])
+    return numbers is None or not numpy.ptp(numbers)
+
+
+def _is_rounded(value: ir.Value | None) -> bool:
+    """Whether a QuantizeLinear reads the value, perhaps after ops on each number."""
+    nodes = [use.node for use in value.uses()] if value is not None else []
+    return any(node.op_type == QUANTIZE or (len(nodes) == 1 and _is_rounded(node.outputs[0])) for node in nodes)
 
 
 def _has_zero_point(value: ir.Value | None) -> bool:

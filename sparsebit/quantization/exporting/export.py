@@ -29,7 +29,7 @@ from sparsebit.deploy.exporting.qdq import ExportedSite, lower, required_opset
 from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
-from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
+from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats, keep_softmaxes
 from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
 from sparsebit.deploy.layouts.htp_layout import lay_out_for_htp
 from sparsebit.deploy.layouts.linear_layout import lay_out_linears
@@ -181,8 +181,9 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_cha
             lay_out_channels(model)
     if profile.executes == "openvino":
         lay_out_for_openvino(model)
-    if profile.bias == "float":
+    if profile.bias == "float" or profile.executes == "onnxruntime":
         keep_float_biases(model)
+        keep_softmaxes(model)
     if opset < LOWEST_WRITTEN:
         to_older_opset(model, opset)
     return sites

@@ -2,7 +2,8 @@
 
 Outputs can be equal although these differ: if a later op clips the effect of a wrong zero point, or if the
 samples do not reach a weight. Tensors of a file are found by their names (`conv1.weight/scale`); a layout may have
-transposed, padded or repeated them, so a tensor of another form is compared as a set of numbers.
+transposed, padded or repeated them, so a tensor of another form is compared as a set of numbers. The exporter
+multiplies batch norms into the float layers before them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 # `conv1.weight/scale`; the second site of that name is `conv1.weight#2/scale`, a scale that is repeated for eight
 # channels `conv1.input/scale/8`.
+_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"(?P<site>.+)/(?P<part>codes|scale|zero_point)(/\d+)?")
 _FLOATS = "module.model."  # float tensors of the model keep their names below this one
 
@@ -52,6 +54,8 @@ def stored_difference(qmodel: SimulatedModel, file: Path) -> str:
         if found.dtype.kind != "f" or found.dtype.itemsize < 4:  # 4-bit integers, 8-bit floats
             found = found.astype("float64")
         differences = [_difference(numbers, found, part) for numbers in expected]
+        if part == "float" and any(_is_folded(expected[0], found, norm) for norm in _norms(qmodel)):
+            continue
         if all(differences):  # a layer that is called with several inputs has a bias for each of their scales
             return f"{tensor.name.removeprefix(_FLOATS)}: {differences[0]}"
     return ""
@@ -68,6 +72,30 @@ def _expected(qmodel: SimulatedModel, simulated: dict[str, list[_Numbers]], name
     site, part = parts["site"], parts["part"]
     known = simulated.get(site) or simulated.get(site.rpartition("#")[0], [])
     return [numbers for one in known if (numbers := getattr(one, part)) is not None], part
+
+
+def _norms(qmodel: SimulatedModel) -> Iterator[_BatchNorm]:
+    return (module for module in qmodel.modules() if isinstance(module, _BatchNorm) and module.running_var is not None)
+
+
+def _is_folded(expected: Any, found: Any, norm: _BatchNorm) -> bool:
+    """Whether a float layer's weight or bias is stored with a batch norm, which is an op of its own in the model."""
+    import numpy
+
+    assert norm.running_mean is not None and norm.running_var is not None
+    size, factor = norm.num_features, torch.rsqrt(norm.running_var.double() + norm.eps)
+    weight, bias = norm.weight, norm.bias
+    factor = factor if weight is None else factor * weight.detach().double()
+    if expected.shape == (size,):
+        folded = (torch.from_numpy(expected).double() - norm.running_mean.double()) * factor
+        forms = [folded if bias is None else folded + bias.detach().double()]
+    else:  # along the outputs: the first axis, or the second one of a transposed convolution
+        axes = [axis for axis in (0, 1) if axis < expected.ndim and expected.shape[axis] == size]
+        shapes = [[size if place == axis else 1 for place in range(expected.ndim)] for axis in axes]
+        forms = [torch.from_numpy(expected).double() * factor.reshape(shape) for shape in shapes]
+    forms += [form.T for form in forms if form.ndim == 2]
+    arrays = [form.numpy() for form in forms]
+    return any(a.shape == found.shape and numpy.allclose(found, a, 1e-6, 1e-6 * abs(a).max()) for a in arrays)
 
 
 class _Numbers(NamedTuple):

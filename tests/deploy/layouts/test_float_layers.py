@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.deploy.onnx_graph.qdq_graph import FLOAT_KEY, OFF_KEY
 from sparsebit.quantization import QuantModel
-from tests.deploy.exported_files import metadata, optimized_ops
+from tests.deploy.exported_files import metadata, optimized_ops, worst
 from tests.deploy.tiny_files import Tiny
 from tests.parameters import first_fast
 from tests.quantization.tiny import calibrated, qconfig
@@ -271,3 +271,32 @@ def test_openvino_computes_light_ops_in_float(tmp_path: Path) -> None:
     qmodel = calibrated(Between(First(nn.AvgPool2d(2))), [X], qconfig({"A.SPECIFIC": off}, backend="openvino"))
     qmodel.export_onnx(X, tmp_path / "m.onnx")
     assert not audit(tmp_path / "m.onnx", runtime="openvino", repeats=0).warnings
+
+
+@pytest.mark.filterwarnings("ignore:W.QSCHEME=per-tensor-affine is obeyed")
+@pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
+@pytest.mark.parametrize("kind", ["conv", "linear", "linear, quantized"])
+def test_a_float_bias_that_int32_does_not_hold(kind: str, backend: str, tmp_path: Path) -> None:
+    """With steps of 1e-10 a bias of 0.3 has more of them than int32: a default session would wrap it around."""
+    torch.manual_seed(0)
+    layer: nn.Module = nn.Conv2d(3, 5, 1) if kind == "conv" else nn.Linear(8, 5)
+    model = nn.Sequential(layer, nn.Linear(5, 3)) if kind == "linear, quantized" else layer
+    images = X * 1e-6
+    qmodel = calibrated(model, [images], qconfig({"W.QSCHEME": "per-tensor-affine"}, backend=backend))
+    parity = qmodel.export_onnx(images, tmp_path / "m.onnx", check=[images])
+    assert parity is not None and parity.worst.sqnr_db > 40
+    assert worst(qmodel, tmp_path / "m.onnx", images, optimize=True) < 1 / 250
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_softmax_whose_integer_kernel_overflows(size: int, tmp_path: Path) -> None:
+    """Its results are all nearly 1 / size, which the kernel writes as 0."""
+
+    class Even(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0.01).softmax(-1) @ x.transpose(-1, -2)
+
+    images = X[..., :size]
+    qmodel = calibrated(Even(), [images], qconfig(backend="virtual"))
+    qmodel.export_onnx(images, tmp_path / "m.onnx", check=[images])
+    assert worst(qmodel, tmp_path / "m.onnx", images, optimize=True) < 1 / 250

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError
-from tests.deploy.exported_files import op_types
+from tests.deploy.exported_files import op_types, share_of_range
 from tests.quantization.tiny import calibrated, qconfig
 
 pytest.importorskip("openvino")
@@ -104,3 +105,26 @@ def test_an_average_with_ceil_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match=r"set ceil_mode=False or count_include_pad=False"):
         qmodel.export_onnx(IMAGES, tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, 0.1])
+@pytest.mark.parametrize("act", [nn.Identity(), nn.ReLU()], ids=str)
+def test_a_linear_layer_without_a_bias_on_one_thread(act: nn.Module, bias: float | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(32, 16, bias=bias is not None)
+    if bias is not None:
+        nn.init.constant_(first.bias, bias)
+    x = torch.randn(3, 32)
+    qmodel = calibrated(nn.Sequential(first, act, nn.Linear(16, 8)), [x], qconfig(backend="openvino"))
+    qmodel.export_onnx(x, tmp_path / "m.onnx", check=[x])
+    session = open_session(tmp_path / "m.onnx", "openvino", num_threads=1)
+    (found,) = session.run({session.inputs[0]: x.numpy()})
+    assert share_of_range(qmodel(x).detach().numpy(), found) < 1e-5
+    assert op_types(tmp_path / "m.onnx")["Max"] == (0 if bias else 1)  # the int32 codes of 0.1 are not equal
+
+
+def test_linear_layers_with_a_bias_and_those_of_images_stay(tmp_path: Path) -> None:
+    for x, bias in ((torch.randn(3, 32), True), (torch.randn(3, 5, 32), False)):
+        model = nn.Sequential(nn.Linear(32, 16, bias=bias), nn.Linear(16, 8))
+        calibrated(model, [x], qconfig(backend="openvino")).export_onnx(x, tmp_path / "m.onnx", check=[x])
+        assert op_types(tmp_path / "m.onnx")["Max"] == 0
