@@ -30,9 +30,9 @@ from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 
+_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 # `conv1.weight/scale`; the second site of that name is `conv1.weight#2/scale`, a scale that is repeated for eight
 # channels `conv1.input/scale/8`.
-_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"(?P<site>.+)/(?P<part>codes|scale|zero_point)(/\d+)?")
 _FLOATS = "module.model."  # float tensors of the model keep their names below this one
 

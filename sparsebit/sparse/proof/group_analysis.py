@@ -39,7 +39,7 @@ class Analysis:
     groups: list[Group]
 
     def pinned(self, pins: Pins) -> Analysis:
-        """The analysis in which these atoms stay too. Its labels are those of this one, which is no longer valid."""
+        """A new analysis, in which these atoms stay too, with the same labels. Do not use this one afterwards."""
         _pin_atoms(self.sets, pins)
         units, spared = without(self.units, self.spared, self.sets.reasons())
         alive = {unit.label for unit in units}

@@ -39,7 +39,7 @@ def test_directed_error_sees_only_its_directions() -> None:
 
 
 def test_directed_error_of_several_outputs() -> None:
-    """One direction is for all outputs of a sample; those that are no floats are left out."""
+    """All outputs of a sample share one direction. Outputs of whole numbers are left out."""
     outputs, targets = (torch.ones(2, 1), torch.tensor([1, 2])), (torch.zeros(2, 1), torch.tensor([1, 2]))
     others = (torch.ones(2, 1), torch.full((2, 1), 2.0))
     weights = (torch.ones(2, 1), torch.ones(2))

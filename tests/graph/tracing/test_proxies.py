@@ -58,7 +58,7 @@ def test_answers_are_right_for_the_example_and_guarded_for_others(name: str, row
         if name in ("index", "loop") and len(shape) == 3:
             x = x[:2]
         torch.testing.assert_close(region(x), model(x))
-    region.graph_module(torch.randn(rows, 4))  # no guard stands in its own example's way
+    region.graph_module(torch.randn(rows, 4))  # every guard holds for the example that it was recorded with
 
 
 def test_a_question_about_weights_needs_no_guard() -> None:
