@@ -527,6 +527,18 @@ def test_a_draw_matters_where_forward_reaches_it() -> None:
     assert list(reasons(plain_copy(Chain(LoadsAtEveryCall()).eval(), torch.randn(2, 8)))) == ["child"]
 
 
+def test_a_draw_in_a_method_of_a_child_matters() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = LoadsAtEveryCall()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.inner.weight()
+
+    assert "child" in reasons(plain_copy(Chain(Calls()).eval(), torch.randn(2, 8)))
+
+
 def test_a_seeded_generator_is_a_constant() -> None:
     class Seeded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

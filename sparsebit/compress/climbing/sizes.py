@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class SizeLine:
     """The size of a file as a straight line over what a recipe asks for (mean bits, or a share of the weights' bytes).
 
-    The line goes through a measured file: `asked` was asked for, and it has `size`. `slope`: how much the size grows with
-    each unit that is asked for.
+    The line goes through a measured file: `asked` was asked for, and it has `size`. `slope`: how much the size grows
+    with each unit that is asked for.
     """
 
     asked: float

@@ -32,6 +32,7 @@ from sparsebit.graph.values.nested import tensors_of
 
 _MAX_ITEMS = 256
 _MISSING = object()
+Kinds: TypeAlias = tuple[type, frozenset[type]]  # the class of a module, and those of the modules inside
 _Followed: TypeAlias = tuple[types.FunctionType, list[dict[str, Any]]]  # a function, and where its names can be
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CALLED_BY_TORCH = {"forward", "__call__", "__getattr__", "__getattribute__"}
@@ -49,7 +50,7 @@ class Place:
 class OuterState:
     """Keeps the current values of all places that the code of some modules can reach."""
 
-    def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], known: dict[Kinds, list[Place]]) -> None:
         """`known`: the places of classes that were examined before; a cache, which is filled."""
         self.undo: Undo = []
         places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
@@ -77,7 +78,7 @@ class OuterState:
 
 
 @contextlib.contextmanager
-def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | None = None) -> Iterator[None]:
+def undisturbed_outer_state(*roots: nn.Module, known: dict[Kinds, list[Place]] | None = None) -> Iterator[None]:
     """Undo, at the end, changes that code of the roots' modules makes to such state. `known`: see `OuterState`."""
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     state = OuterState(modules, {} if known is None else known)
@@ -118,19 +119,20 @@ def _is_fixed(value: Any) -> bool:
     )
 
 
-def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]:
+def _places_of(module: nn.Module, known: dict[Kinds, list[Place]]) -> list[Place]:
     kind = type(module)
-    if kind not in known:
+    kinds = kind, frozenset(map(type, module.modules()))
+    if kinds not in known:
         bases = [base for base in kind.__mro__ if not is_foreign(base)]
         own = [member for base in bases for member in vars(base).values()]
         attributes = (place for base in bases for place in _attributes(base))
-        known[kind] = [*_reached_by(own), *attributes, *_unseeded(bases)]
+        known[kinds] = [*_reached_by(own), *attributes, *_unseeded(module)]
     patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
     hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
     if not patched and not hooks:
-        return known[kind]
+        return known[kinds]
     added = [*patched, *map(_code_of, hooks)]
-    return [*known[kind], *_reached_by(added), *_draws(_followed(added)), *filter(None, map(_owner, hooks))]
+    return [*known[kinds], *_reached_by(added), *_draws(_followed(added)), *filter(None, map(_owner, hooks))]
 
 
 def _code_of(hook: Any) -> Any:
@@ -170,14 +172,20 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
                 yield _global(namespace, name)
 
 
-def _unseeded(bases: list[type]) -> Iterator[Place]:
+def _unseeded(module: nn.Module) -> Iterator[Place]:
     """A place that always changes, if what `forward` calls draws numbers without a seed.
 
-    Other methods are left out: those of transformers that load files reach such draws, and no forward calls them.
+    It may call methods of the modules inside. Other methods are left out: those of transformers that load files reach
+    such draws, and no forward calls them.
     """
-    members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
-    roots = [member for name, member in members.items() if name in _CALLED_BY_TORCH]
-    return _draws(_followed(roots, members))
+    methods: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(map(type, module.modules())):
+        for base in kind.__mro__:
+            for name, member in vars(base).items() if not is_foreign(base) else ():
+                methods.setdefault(name, []).append(member)
+    own = (vars(base) for base in type(module).__mro__ if not is_foreign(base))
+    roots = [member for held in own for name, member in held.items() if name in _CALLED_BY_TORCH]
+    return _draws(_followed(roots, methods))
 
 
 def _draws(functions: Iterable[_Followed]) -> Iterator[Place]:
@@ -186,10 +194,10 @@ def _draws(functions: Iterable[_Followed]) -> Iterator[Place]:
         yield Place(f"the numbers from {source}() (no seed)", object, _ignore)  # at every read another object
 
 
-def _followed(members: list[Any], methods: Mapping[str, Any] = types.MappingProxyType({})) -> Iterator[_Followed]:
+def _followed(members: list[Any], methods: Mapping[str, list[Any]] = types.MappingProxyType({})) -> Iterator[_Followed]:
     """The functions, those that they call by name, and so on, each with the namespaces that its names can be in.
 
-    `methods`: of the class, where `self.name` can be in.
+    `methods`: by name, those that `self.name` or `self.child.name` can be.
     """
     waiting, seen = list(members), set[int]()
     while waiting and len(seen) < MAX_FUNCTIONS:
@@ -199,7 +207,7 @@ def _followed(members: list[Any], methods: Mapping[str, Any] = types.MappingProx
         seen.add(id(function))
         waiting.extend(_content(cell) for cell in function.__closure__ or ())
         names, spaces = names_in(function.__code__), [function.__globals__]
-        waiting.extend(methods[name] for name in names.intersection(methods))
+        waiting.extend(method for name in names.intersection(methods) for method in methods[name])
         for namespace, name in ((space, name) for space in spaces for name in names):
             value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
             waiting.append(value)

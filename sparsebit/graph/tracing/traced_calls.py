@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import fx, nn
 
 from sparsebit.graph.nodes.value_kinds import is_write_into
-from sparsebit.graph.state.outer_state import OuterState, Place
+from sparsebit.graph.state.outer_state import Kinds, OuterState, Place
 from sparsebit.graph.state.state import PythonRandomness, states_of
 from sparsebit.graph.state.training_flag import note_identity_test
 from sparsebit.graph.tracing.untraceable import has_hooks
@@ -23,7 +23,7 @@ class TracedCalls:
     """The calls of one trace. `places`: where the code of each class keeps state outside of the model."""
 
     def __init__(self, tracer: Any) -> None:
-        self.places: dict[type, list[Place]] = {}
+        self.places: dict[Kinds, list[Place]] = {}
         self._tracer = tracer
         self._refusals: list[str] = []
 
